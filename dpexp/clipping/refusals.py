@@ -120,6 +120,20 @@ REFUSALS: dict[type[nn.Module], Callable[[Any], str | None]] = {
 }
 
 
+def _of_peft(module: nn.Module) -> str | None:
+    """Of the layer of PEFT's whose forward makes a new `torch.nn.Parameter` of its adapter; PEFT need not be installed."""
+    kind = type(module)
+    if kind.__name__ != "MultiheadAttention" or not kind.__module__.startswith("peft."):
+        return None
+    if not any(p.requires_grad for p in module.parameters()):
+        return None
+    return (
+        "LoRA of nn.MultiheadAttention merges its weights into new parameters within every forward, where no gradient of an "
+        "example can be followed: leave this layer out of target_modules, or write the attention with nn.Linear for query, key, "
+        "value and output, and adapt these"
+    )
+
+
 def refusal(module: nn.Module) -> str | None:
     """Say why a module cannot be part of a clipped model, and the way out; None where nothing speaks against it.
 
@@ -128,7 +142,7 @@ def refusal(module: nn.Module) -> str | None:
     for cls, reason in REFUSALS.items():
         if isinstance(module, cls):
             return reason(module)
-    return None
+    return _of_peft(module)
 
 
 def refuse_lazy(model: nn.Module) -> None:

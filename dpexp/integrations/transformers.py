@@ -136,6 +136,11 @@ class Trainer(transformers.Trainer):
                 "loss per row"
             )
         labels = inputs["labels"]
+        if not isinstance(labels, Tensor):
+            raise UserError(
+                f"labels of a batch are a {type(labels).__name__} and no tensor (boxes of a detector, masks): write "
+                "per_example_losses(model, inputs) in a subclass, one loss per row, with nothing counted over the batch"
+            )
         features = {name: value for name, value in inputs.items() if name != "labels"}
         base: Any = model.get_base_model() if callable(getattr(model, "get_base_model", None)) else model
         config = getattr(base, "config", None)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from dpexp.clipping import attach
 from dpexp.clipping.loop import LOOPED
+from dpexp.errors import UserError
 from tests.clipping.test_engines import check, naive
 from tests.clipping.zoo import Problem
 
@@ -94,3 +95,58 @@ def test_bags_of_one_length(of: str) -> None:
     assert LOOPED not in clipper.choices.values()
     # by index, and no table for each example
     assert "instantiate" not in str(clipper)
+
+
+class Tables(nn.Module):
+    """A recommender: several tables, each with ids of its own and where the bags of the examples begin."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bags = nn.ModuleList(nn.EmbeddingBag(7, 3, mode="sum") for _ in range(2))
+        self.top = nn.Linear(6, 1)
+
+    def forward(self, ids: list[Tensor], begins: list[Tensor]) -> Tensor:
+        return self.top(torch.cat([b(i, o) for b, i, o in zip(self.bags, ids, begins, strict=True)], dim=1))
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        [[1], [4]],
+        [[0], [3]],
+        [[2, 3], [1, 1]],
+        [[2, 0], [0, 2]],
+        [[0, 0, 4], [1, 1, 1]],
+        [[1, 4, 1], [2, 4, 4]],
+    ],
+    ids=str,
+)
+def test_bags_of_several_tables_are_told_apart_however_short(lengths: list[list[int]]) -> None:
+    """Offsets of zeros, ids as many as examples, tables as many as examples, offsets that add up to a number of ids."""
+    torch.manual_seed(0)
+    model = Tables().double()
+    parts = [bags(False, *own) for own in lengths]
+    batch = {name: [part[name] for part in parts] for name in ("ids", "begins")}
+    params = list(model.parameters())
+    losses = losses_of(model, batch)
+    alone = [torch.autograd.grad(loss, params, retain_graph=True) for loss in losses]
+    factors = [min(1.0, 0.5 / float(sum(g.square().sum() for g in grads)) ** 0.5) for grads in alone]
+    clipper = attach(model, clip_norm=0.5)
+    clipper.backward(losses_of(model, batch))
+    for i, p in enumerate(params):
+        assert p.grad is not None
+        torch.testing.assert_close(p.grad, sum(f * g[i] for f, g in zip(factors, alone, strict=True)))
+    assert clipper.notes == []
+
+
+def test_bags_that_take_ids_of_their_neighbours_are_refused() -> None:
+    class Shifted(Tables):
+        def forward(self, ids: list[Tensor], begins: list[Tensor]) -> Tensor:
+            out = super().forward(ids, begins)
+            return out - out.detach().mean(0)
+
+    parts = [bags(False, 0, 4, 2), bags(False, 1, 1, 1)]
+    batch = {name: [part[name] for part in parts] for name in ("ids", "begins")}
+    model = Shifted()
+    with pytest.raises(UserError, match="mixes examples"):
+        attach(model).backward(losses_of(model, batch))

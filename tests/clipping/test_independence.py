@@ -414,6 +414,70 @@ def test_innocent_models_are_looked_at_and_not_refused(name: str) -> None:
     assert step(build(), *batch, dim=dim).notes == []
 
 
+def test_however_many_inputs_a_model_has_it_is_looked_at_at_once() -> None:
+    """A column of a table each, as recommenders have them: all ways to read them would be millions."""
+
+    class Columns(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tables = nn.ModuleList(nn.Embedding(5, 3) for _ in range(26))
+
+        def forward(self, *ids: Tensor) -> Tensor:
+            return torch.stack([table(i) for table, i in zip(self.tables, ids, strict=True)]).prod(0)
+
+    torch.manual_seed(0)
+    assert step(Columns(), *torch.randint(5, (26, B))).notes == []
+
+
+class Solver(nn.Module):
+    """Steps as long as the error of the whole batch allows, or until all of it has come to rest."""
+
+    def __init__(self, by: str, each: bool) -> None:
+        super().__init__()
+        self.by, self.each = by, each
+
+    def forward(self, h: Tensor) -> Tensor:
+        if self.each:
+            return torch.cat([self.solved(row) for row in h.split(1)])
+        return self.solved(h)
+
+    def solved(self, h: Tensor) -> Tensor:
+        if self.by == "rest":
+            start = h
+            for _ in range(50):
+                before, h = h, torch.tanh(0.5 * h + start)
+                if (h - before).norm() < 0.1:
+                    break
+            return h
+        time, size = 0.0, 0.5
+        while time < 1.0:
+            size = min(size, 1.0 - time)
+            slope, ahead = -h * h.abs(), h - size * h * h.abs()
+            error = float((ahead * ahead.abs() + slope).mul(size).detach().abs().mean())
+            if error < 0.2 or size < 1e-3:
+                h, time = h + size * slope, time + size
+            else:
+                size *= 0.5
+        return h
+
+
+@pytest.mark.parametrize("by", ["error", "rest"])
+def test_what_is_decided_by_numbers_of_the_whole_batch_is_seen_within_four_steps(by: str) -> None:
+    batches = [x(3, D) * size for size in (0.01, 0.02, 1.0, 0.5)]
+
+    def trained(each: bool) -> Any:
+        torch.manual_seed(0)
+        model = Net(Solver(by, each))
+        clipper = attach(model)
+        for batch in batches:
+            clipper.backward(model(batch).square().sum(1))
+        return clipper
+
+    with pytest.raises(UserError, match="mixes examples"):
+        trained(each=False)
+    assert trained(each=True).notes == []
+
+
 def test_a_part_in_32_bits_of_a_model_of_64_is_not_taken_for_mixing() -> None:
     """A product rounds otherwise in a batch of another size; as routers of experts and scans have it in transformers."""
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import peft
 import pytest
 import torch
 import torch.nn.functional as F
@@ -546,3 +548,68 @@ def test_in_one_process_likewise(way: str) -> None:
                 raise
             said += 1
     assert said <= (way == "checkpointed")
+
+
+def test_a_scripted_part_keeps_what_it_has_and_is_looked_at() -> None:
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        scripted = torch.jit.script(nn.Sequential(nn.Linear(4, 5), nn.Tanh()))
+    plain = nn.Sequential(nn.Sequential(nn.Linear(4, 5), nn.Tanh()), nn.Linear(5, 2)).double()
+    model = nn.Sequential(scripted, nn.Linear(5, 2)).double()
+    plain.load_state_dict(model.state_dict())
+    batch = {"x": torch.randn(4, 4, dtype=torch.float64)}
+
+    def losses(net: nn.Module, rows: dict[str, Tensor]) -> Tensor:
+        return net(rows["x"]).square().sum(1)
+
+    clipper = attach(model, clip_norm=0.5)
+    check(Problem(model, batch, losses), clipper, naive(Problem(plain, batch, losses)))
+    assert clipper.notes == []
+
+
+def test_nested_tensors_without_a_shape_are_refused_and_jagged_ones_are_exact() -> None:
+    torch.manual_seed(0)
+
+    class Bag(nn.Module):
+        def __init__(self, layout: torch.layout) -> None:
+            super().__init__()
+            self.first, self.last, self.layout = nn.Linear(4, 5), nn.Linear(5, 2), layout
+
+        def forward(self, rows: list[Tensor]) -> Tensor:
+            h = self.first(torch.nested.nested_tensor(rows, layout=self.layout))
+            return self.last(torch.nested.to_padded_tensor(torch.tanh(h), 0.0).sum(1))
+
+    rows = [torch.randn(n, 4) for n in (3, 1, 2)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        strided, jagged = Bag(torch.strided), Bag(torch.jagged)
+        attach(strided)
+        with pytest.raises(UserError, match=r"layout=torch\.jagged"):
+            strided(rows)
+        params = list(jagged.parameters())
+        alone = [torch.autograd.grad(jagged([row]).square().sum(), params) for row in rows]
+        clipper = attach(jagged, clip_norm=0.5)
+        clipper.backward(jagged(rows).square().sum(1))
+    factors = [min(1.0, 0.5 / float(sum(g.square().sum() for g in grads)) ** 0.5) for grads in alone]
+    for i, p in enumerate(params):
+        assert p.grad is not None
+        torch.testing.assert_close(p.grad, sum(f * g[i] for f, g in zip(factors, alone, strict=True)))
+
+
+def test_an_adapter_that_is_merged_into_new_parameters_in_every_forward_is_named() -> None:
+    class Attends(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention, self.last = nn.MultiheadAttention(4, 2, batch_first=True), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.attention(x, x, x)[0].mean(1))
+
+    def adapted(*targets: str) -> nn.Module:
+        return peft.get_peft_model(Attends(), peft.LoraConfig(r=2, target_modules=list(targets)))
+
+    with pytest.raises(UserError, match=r"attention \(MultiheadAttention\).*target_modules"):
+        attach(adapted("attention", "last"))
+    model = adapted("last")
+    attach(model).backward(model(torch.randn(3, 2, 4)).square().sum(1))

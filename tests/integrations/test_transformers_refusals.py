@@ -290,6 +290,9 @@ def test_heads_without_a_loss_for_each_row_are_named(outputs, says):
 def test_a_batch_without_labels_is_named():
     with pytest.raises(UserError, match="a batch has no labels, it has input_ids, targets"):
         Trainer.per_example_losses(None, None, {"input_ids": 1, "targets": 2})
+    # of a detector, with the boxes of each picture
+    with pytest.raises(UserError, match="labels of a batch are a list and no tensor"):
+        Trainer.per_example_losses(None, None, {"pixel_values": torch.zeros(1), "labels": [{"boxes": 1}]})
 
 
 @pytest.mark.parametrize(

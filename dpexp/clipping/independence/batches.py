@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import islice, product
 from typing import Any
 
 import torch
@@ -21,6 +21,11 @@ READINGS = 12
 
 # examples that are looked at among copies of themselves; and with one copy, which costs little
 LONELY, PAIRS = 3, 8
+
+# factors of floating-point inputs in rows that are replaced: the first with which all is finite
+SIZES = 3.0, 1.0
+# and further ones, where Python decides by a number: how far a solver steps, when an iteration ends
+FAR_SIZES = 10.0, 0.1
 
 # which dimension of every input is the batch, or how its rows lie end to end; None: shared by all
 Reading = Sequence[int | Ends | None]
@@ -51,12 +56,19 @@ class Arrangement:
 
 @dataclass
 class Variant:
-    """Another batch. ``same``: (place before, place here) of the examples that must get the same; ``first``: what goes before."""
+    """Another batch.
+
+    Attributes:
+        same: (place before, place here) of the examples that must get the same.
+        first: what goes before.
+        sizes: factors of floating-point inputs in rows that are replaced, the last of which has to do.
+    """
 
     when: str
     rows: Rows
     same: list[tuple[int, int]]
     first: Rows | None = None
+    sizes: tuple[float, ...] = SIZES
 
 
 class Batches:
@@ -66,23 +78,30 @@ class Batches:
         inputs: of the forward.
         arrangement: of their rows.
         names: of the positional inputs.
+        bags: whether the model has bags of ids (`torch.nn.EmbeddingBag`), whose offsets may be zeros alone.
     """
 
-    def __init__(self, inputs: Inputs, arrangement: Arrangement, names: Sequence[str] = ()):
-        self.inputs, self.arrangement, self.names = inputs, arrangement, names
+    def __init__(
+        self, inputs: Inputs, arrangement: Arrangement, names: Sequence[str] = (), bags: bool = False
+    ):
+        self.inputs, self.arrangement, self.names, self.bags = inputs, arrangement, names, bags
         self.examples = arrangement.examples
         self.total = arrangement.examples * arrangement.times
-        # whether a list of as many tensors as there are examples, each with as many rows, has one of each example
-        self._one_each = False
+        # which lists of as many tensors as there are examples have one of each; None: all but those that are as wide as long
+        self._one_each: bool | None = None
         self.ends = ends_of(self._parts(), self.total)
 
-    def variants(self) -> list[Variant]:
-        """Return the batches in which examples must get what they got."""
+    def variants(self, decides: bool = False) -> list[Variant]:
+        """Return the batches in which examples must get what they got.
+
+        ``decides``: whether the model decides by a number, which may pass a limit only beside very large or very small rows.
+        """
         num = self.examples
         if num == 1:
-            beside = [(0, False), (0, True)]
+            beside, both = "when another example stands beside it", [(0, False), (0, True)]
             return [
-                Variant("when another example stands beside it", beside, [(0, 0)]),
+                Variant(beside, both, [(0, 0)]),
+                *(Variant(beside, both, [(0, 0)], sizes=(size,)) for size in FAR_SIZES if decides),
                 Variant("after another batch", [(0, False)], [(0, 0)], first=[(0, True)]),
             ]
         cut = (num + 1) // 2
@@ -106,20 +125,38 @@ class Batches:
             *(Variant(replaced, [(i, j != i) for j in range(num)], [(i, i)]) for i in lonely),
             *(Variant(replaced, [(i, False)] * num, [(i, i)]) for i in lonely[:1]),
             *(Variant(alone, [(i, False)] * 2, [(i, 0)]) for i in pairs),
+            *(
+                variant
+                for i in (pairs or order if decides else [])
+                for variant in self._far(i, alone, replaced)
+            ),
             Variant("after another batch", whole, [(i, i) for i in range(num)], mixed[0]),
+        ]
+
+    def _far(self, i: int, alone: str, replaced: str) -> list[Variant]:
+        """Example ``i`` by itself, and among rows of other sizes; a batch that does not run, or overflows, is left out."""
+        others = [(j, j != i) for j in range(self.examples)]
+        return [
+            Variant(alone, [(i, False)], [(i, 0)], sizes=FAR_SIZES[:1]),
+            *(Variant(replaced, others, [(i, i)], sizes=(size,)) for size in FAR_SIZES),
         ]
 
     def readings(self) -> Iterator[tuple[Reading, bool]]:
         """Yield readings of the inputs, the likeliest first, and whether the shapes themselves suggest them."""
-        square = any(map(self._is_square, tree_leaves(self.inputs, is_leaf=self._is_square)))
-        for sure, self._one_each in product((True, False), (False, True) if square else (False,)):
+        lists = (None, True, False) if any(map(self._may_be_list, self._containers())) else (None,)
+        for sure, one_each, zeros in product((True, False), lists, (False, True)[: 1 + self.bags]):
+            self._one_each = one_each
+            self.ends = ends_of(self._parts(), self.total, zeros)
             parts = [self._options(part) for _, part in self._parts()]
-            readings = [list(r) for r in product(*parts) if any(axis is not None for axis in r)]
-            readings.sort(key=lambda r: sum(axes.index(a) for axes, a in zip(parts, r, strict=True)))
-            for reading in readings[:READINGS]:
+            likely = (r for r in _likeliest(parts) if any(axis is not None for axis in r))
+            for reading in islice(likely, READINGS):
                 shared = any(axes == (0, None) and a is None for axes, a in zip(parts, reading, strict=True))
                 if shared != sure:
                     yield reading, sure
+
+    def _containers(self) -> list[Any]:
+        """The lists among the inputs that may have a tensor of each example, and all other leaves."""
+        return tree_leaves(self.inputs, is_leaf=self._may_be_list)
 
     def _parts(self) -> list[tuple[str, Any]]:
         return leaves(self.inputs, self._is_list, self.names)
@@ -171,7 +208,12 @@ class Batches:
         found = [ends for ends in self.ends if ends.cuts(part)]
         # of several tables with as many ids, each has its own
         own = [ends for ends in found if part is ends.told or part is ends.within]
-        return (*(own or found), *self._possible(part), None)
+        options: tuple[int | Ends | None, ...] = (*(own or found), *self._possible(part))
+        # a list of tables: what each of them is given has rows of every example
+        listed = self._one_each is False and any(
+            part is item for value in self._containers() if self._may_be_list(value) for item in value
+        )
+        return options if listed else (*options, None)
 
     def _possible(self, part: Any) -> tuple[int, ...]:
         if self._is_list(part) or (type(part) is int and part == self.total and self.ends):
@@ -182,20 +224,41 @@ class Batches:
 
     def _is_list(self, value: Any) -> bool:
         """Whether a list has one entry for each row."""
-        if not isinstance(value, list | tuple) or len(value) != self.total:
-            return False
-        if all(isinstance(item, Tensor) for item in value):
-            return self._one_each or not self._is_square(value)
+        if self._may_be_list(value):
+            square = all(item.shape[:1] == (self.total,) for item in value)
+            return not square if self._one_each is None else self._one_each
         # texts, numbers, or what is said of each picture
-        return all(isinstance(item, str | int | float | Mapping) for item in value)
-
-    def _is_square(self, value: Any) -> bool:
-        """Whether a list has one tensor for each row, and each of them as many rows: either may be the batch."""
         return (
             isinstance(value, list | tuple)
             and len(value) == self.total
-            and all(isinstance(item, Tensor) and item.shape[:1] == (self.total,) for item in value)
+            and all(isinstance(item, str | int | float | Mapping) for item in value)
         )
+
+    def _may_be_list(self, value: Any) -> bool:
+        """Whether a list has one tensor for each row; or else as many tables by chance, each with rows of all."""
+        return (
+            isinstance(value, list | tuple)
+            and len(value) == self.total
+            and all(isinstance(item, Tensor) for item in value)
+        )
+
+
+def _likeliest(options: Sequence[tuple[Any, ...]], lower: int | None = None) -> Iterator[list[Any]]:
+    """Yield one of the options of each part, by how far behind the first ones they stand: all at once would be too many.
+
+    ``lower``: the sum of their places; None: any, the least first.
+    """
+    if lower is None:
+        for places in range(sum(len(own) - 1 for own in options) + 1):
+            yield from _likeliest(options, places)
+        return
+    if not options:
+        yield []
+        return
+    behind = sum(len(own) - 1 for own in options[1:])
+    for place, option in enumerate(options[0]):
+        if 0 <= lower - place <= behind:
+            yield from ([option, *rest] for rest in _likeliest(options[1:], lower - place))
 
 
 def arrangements(inputs: Inputs, usual: Arrangement, in_parts: bool = False) -> list[Arrangement]:

@@ -14,6 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 UNTAGGED = {"random", "binomial", "sample_dirichlet"}
 INDEXING = {"embedding", "index", "index_select", "gather"}
 ORDERING = {"sort", "topk"}
+# what is said of a tensor of comparisons of real numbers
+COMPARED = "_dpexp_compared"
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,7 @@ class WithoutChance(TorchDispatchMode):
     Attributes:
         met: whether anything was drawn.
         drew: whether a draw gave something else than a mask of dropout, and may have decided which way the model goes.
+        asked: whether Python read a real number, or compared one, and may have decided by it: a solver's error, a residual.
     """
 
     # what attention of one's own and control flow are made of; nothing is drawn in front of these
@@ -50,7 +53,7 @@ class WithoutChance(TorchDispatchMode):
 
     def __init__(self, chance: Chance):
         super().__init__()
-        self.chance, self.met, self.drew = chance, False, False
+        self.chance, self.met, self.drew, self.asked = chance, False, False, False
         self._coins = None if chance.seed is None else random.Random(chance.seed)
         self._first = True
 
@@ -74,9 +77,13 @@ class WithoutChance(TorchDispatchMode):
             given = {a.name: a.default_value for a in known if a.has_default_value()}
             given |= dict(zip([a.name for a in known], args, strict=False)) | kwargs
             return self._constant(func, name, given)
+        if name == "local_scalar_dense":
+            self.asked |= _of_reals(args[0])
         if name in INDEXING and args and isinstance(args[0], Tensor) and args[0].is_cuda:
             _check_indices(name, args)
         result = func(*args, **kwargs)
+        if isinstance(result, Tensor) and result.dtype == torch.bool and any(map(_of_reals, args)):
+            setattr(result, COMPARED, True)
         return _turned(func, args, kwargs, result) if self.met and name in ORDERING else result
 
     def _constant(self, func: Any, name: str, given: dict[str, Any]) -> Any:
@@ -109,6 +116,11 @@ class WithoutChance(TorchDispatchMode):
         if isinstance(value, Tensor):
             return result.copy_(value)
         return result if value is None else result.fill_(value)
+
+
+def _of_reals(x: Any) -> bool:
+    """Whether these are real numbers, or follow from comparing such: no mask of padding, which many models ask for."""
+    return isinstance(x, Tensor) and (x.is_floating_point() or hasattr(x, COMPARED))
 
 
 def _turned(func: Any, args: tuple, kwargs: dict, result: Any) -> Any:

@@ -73,17 +73,27 @@ class Edges(Ends):
         return edges + moved.repeat_interleave(self.sizes[here]).to(edges)
 
 
-def ends_of(parts: Sequence[tuple[str, Any]], count: int) -> list[Ends]:
-    """Find the tensors that say where the rows of ``count`` examples lie, by name and by their numbers."""
+def ends_of(parts: Sequence[tuple[str, Any]], count: int, zeros: bool = False) -> list[Ends]:
+    """Find the tensors that say where the rows of ``count`` examples lie, by name and by their numbers.
+
+    Args:
+        parts: of the inputs, by name.
+        count: B.
+        zeros: whether the model has bags of ids: their offsets may be zeros alone (of one bag, or of empty ones), or look like
+            lengths, and ids may be as many as examples.
+    """
     named = [
-        (name.lower(), part) for name, part in parts if isinstance(part, Tensor) and part.dim() and len(part)
+        (name.lower(), part)
+        for name, part in parts
+        if isinstance(part, Tensor) and part.dim() and (zeros or len(part))
     ]
     found: list[Ends] = []
     for name, part in named:
         if (
             part.dim() == 1
+            and len(part)
             and _is_whole(part)
-            and (ends := _told(name, part, named, count, found)) is not None
+            and (ends := _told(name, part, named, count, found, zeros)) is not None
         ):
             found.append(ends)
     nodes = [ends for ends in found if isinstance(ends, Named)] or found
@@ -92,15 +102,23 @@ def ends_of(parts: Sequence[tuple[str, Any]], count: int) -> list[Ends]:
 
 
 def _told(
-    name: str, part: Tensor, named: Sequence[tuple[str, Tensor]], count: int, found: list[Ends]
+    name: str,
+    part: Tensor,
+    named: Sequence[tuple[str, Tensor]],
+    count: int,
+    found: list[Ends],
+    zeros: bool,
 ) -> Ends | None:
     numbers = part.long()
     totals = {len(other) for _, other in named}
     if int(numbers.min()) < 0:
         return None
-    if len(part) == count != int(numbers.sum()) in totals:
+    rises = not bool((numbers.diff() < 0).any())
+    # offsets may add up to a number of ids by chance
+    offsets = zeros and rises and int(numbers[0]) == 0
+    if len(part) == count != int(numbers.sum()) in totals and not offsets:
         return Ends(numbers)
-    if bool((numbers.diff() < 0).any()):
+    if not rises:
         return None
     if len(part) > count > int(numbers[-1]) > 0:
         return Named(torch.bincount(numbers, minlength=count), part)
@@ -111,11 +129,13 @@ def _told(
     # ids of several tables come in the order of their offsets
     called, taken = any(word in name for word in POINTERS), {id(ends.within) for ends in found}
     for _, other in named:
-        ids = other.dim() == 1 and _is_whole(other) and len(other) != count
+        ids = other.dim() == 1 and _is_whole(other) and (zeros or len(other) != count)
+        told = other is part or any(other is ends.told for ends in found)
         if (
-            other is not part
+            not told
             and id(other) not in taken
-            and len(other) >= int(numbers[-1]) > 0
+            and len(other) >= int(numbers[-1])
+            and (zeros or int(numbers[-1]) > 0)
             and (ids or called)
         ):
             return Ends(torch.cat([numbers, numbers.new_tensor([len(other)])]).diff(), part, other)

@@ -22,8 +22,6 @@ from dpexp.clipping.independence.padding import BROKEN, FIXED, Padding
 from dpexp.clipping.independence.replay import Replay, fingerprints, unlike
 from dpexp.errors import UserError
 
-# factor of floating-point inputs in rows that are replaced
-SCALE = 3.0
 # number of an output that was a list
 LIST = -1
 # letters of an error that are told
@@ -90,7 +88,8 @@ class Look:
         self.told = self.compared = False
         self.seen: set[int] = set()
         self.failure, self.one_way = "no input has the size of the batch", ""
-        self.batches = Batches(replay.inputs, arrangement, positional_names(replay.model))
+        bags = any(isinstance(module, torch.nn.EmbeddingBag) for module in replay.model.modules())
+        self.batches = Batches(replay.inputs, arrangement, positional_names(replay.model), bags)
         bits = 16 if replay.narrow else bits_of(replay.model.parameters())
         self.comparison = Comparison(arrangement, bits, places)
         # of what the model returns as a list with an entry for each example, how long the longest entry is
@@ -165,24 +164,28 @@ class Look:
 
     def _differences(self, reading: Reading, resize: bool) -> list[Difference]:
         compared, constant = 0, set(self.once)
-        for variant in self.batches.variants()[: self.most]:
+        for variant in self.batches.variants(self.replay.asked)[: self.most]:
             resized = len(variant.rows) != self.examples
             if resized and (self.replay.by_chance or not resize):
                 continue
             differs = self.comparison.of(variant, [ends for ends in reading if isinstance(ends, Ends)])
             before = self.once if variant.first is None else self.twice
-            for scale in (SCALE, 1.0):
+            results = None
+            for scale in variant.sizes:
                 here = [
                     self.batches.made(reading, rows, scale) for rows in (variant.first, variant.rows) if rows
                 ]
                 try:
-                    results = self._results(here)
+                    found = self._results(here)
                 except Exception:
                     if scale == 1.0:
                         raise
                     continue
-                if scale == 1.0 or all(bool(leaf.isfinite().all()) for leaf in results[1].values()):
+                if scale == 1.0 or all(bool(leaf.isfinite().all()) for leaf in found[1].values()):
+                    results = found
                     break
+            if results is None:
+                continue
             if compared < 2:
                 # a parameter that keeps a row changes where another row stands in its place
                 self._compare_parameters()

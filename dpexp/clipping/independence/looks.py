@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 # forwards that are kept until their backward; and where more of them differ in shapes, other arguments or modes
 WAITING, KINDS = 4, 16
 # backward passes in a row that look, while the outputs do not depend on the examples yet; of an example alone, which has nobody
-# to be mixed with, and whose outputs cannot tell, fewer
+# to be mixed with, and whose outputs cannot tell, and of a model that decides by numbers, fewer
 PATIENCE, ALONE = 16, 4
 # batches that stand for all where there are many choices to look at: halves, and halves replaced
 FEW = 4
@@ -242,7 +242,10 @@ class Independence:
         told = num_examples > 1 and any(look.told for look in looks)
         # of a model that was seen to tell: alone nothing but the size of the batch is another one
         told |= self.alone and self.looks.get((self.mode, False), 0) >= PATIENCE
-        more = PATIENCE // ALONE if self.alone and num_examples == 1 else 1
+        # what decides by a number goes one way in one batch, and another way in the next
+        asked = any(replay.asked for replay in replays)
+        told &= not asked
+        more = PATIENCE // ALONE if asked or (self.alone and num_examples == 1) else 1
         mode = self.mode, self.alone
         self.looks[mode] = PATIENCE if told else self.looks.get(mode, 0) + more
         if not any(look.compared for look in looks):

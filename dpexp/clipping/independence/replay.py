@@ -77,6 +77,8 @@ class Replay:
         self.earlier: Earlier | None = None
         # whether it drew what may decide its way; and whether by place in the batch, as from generators of Python or numpy
         self.drew = self.by_chance = False
+        # whether Python read numbers in it, and may have decided by them
+        self.asked = False
         kinds = {"cpu", self._device.type}
         # whole only inside their own forwards, which end in another way where gradients are asked for
         self._sharded = any(is_shard(p) for p in model.parameters())
@@ -215,6 +217,7 @@ class Replay:
             result = self.model(*args, **kwargs)
         moved = before != (random.getstate(), _place_of_numpy())
         self.drew |= moved or chance.drew
+        self.asked |= chance.asked
         self.by_chance |= moved or (chance.drew and self.chance.seed is not None)
         return result
 
@@ -273,7 +276,8 @@ class State:
         self._saved: dict[nn.Module, dict[str, Any]] = {}
         while waiting:
             module = waiting.pop()
-            if module not in self._saved:
+            # what a scripted module has lies in C++, and not among its attributes
+            if module not in self._saved and not isinstance(module, torch.jit.ScriptModule):
                 self._saved[module] = self._copy.everything(module)
                 waiting += self._copy.modules()
 

@@ -25,12 +25,17 @@ from dpexp.clipping.tapping.dataflow import KINDS, in_place, uncompiled
 from dpexp.clipping.tapping.meeting import DERIVE, NATIVE, SHARED, USE
 from dpexp.clipping.tapping.taps import Recorder
 from dpexp.clipping.tapping.values import Call, operation_key
+from dpexp.errors import UserError
 
 TRANSPOSES = (torch.Tensor.T.__get__, torch.Tensor.mT.__get__)  # type: ignore[attr-defined]
 HOOKS = (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook)
 SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 # attributes that the followed value, which autograd knows as a view of the parameter, does not have itself
 OF_THE_PARAMETER = frozenset({"is_leaf", "grad", "grad_fn"})
+NESTED = (
+    "a nested tensor of the strided layout meets a parameter of the model, and has no shape by which rows could be told apart: "
+    "make it with torch.nested.nested_tensor(rows, layout=torch.jagged), which is clipped exactly, or pad the rows and mask them"
+)
 
 
 class Followed(torch.Tensor):
@@ -178,6 +183,8 @@ def _role(recorder: Recorder, others: Sequence[Tensor]) -> str:
             t.dim() > 1 and rows != 1 and t.shape[0] == rows and not isinstance(t, nn.Parameter)
         )
 
+    if any(t.is_nested and t.layout == torch.strided for t in others):
+        raise UserError(NESTED)
     digits = "".join("1" if of_batch(t) else "0" for t in others)
     return USE + digits if "1" in digits else DERIVE
 
