@@ -118,8 +118,12 @@ class PerExampleGradient(ABC):
     @property
     def nbytes(self) -> int:
         """Bytes held."""
-        held = (getattr(self, name) for name in self.held)
-        return sum(sum(x.nbytes for x in v) if isinstance(v, list) else getattr(v, "nbytes", 0) for v in held)
+        total = 0
+        for name in self.held:
+            value = getattr(self, name)
+            for held in value if type(value) is list else (value,):
+                total += 0 if held is None else held.nbytes
+        return total
 
     def select(self, examples: Tensor) -> Self:
         """The same of some examples (their indices)."""
@@ -151,7 +155,8 @@ class PerExampleGradient(ABC):
     def within(self, scratch: Scratch) -> Self:
         """Take memory for gradients that are looked at once from there. Returns itself."""
         self.scratch = scratch
-        for part in (getattr(self, name) for name in self.held):
+        for name in self.held:
+            part = getattr(self, name)
             if isinstance(part, PerExampleGradient):
                 part.within(scratch)
         return self
