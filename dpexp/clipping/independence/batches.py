@@ -144,9 +144,9 @@ class Batches:
     def readings(self) -> Iterator[tuple[Reading, bool]]:
         """Yield readings of the inputs, the likeliest first, and whether the shapes themselves suggest them."""
         lists = (None, True, False) if any(map(self._may_be_list, self._containers())) else (None,)
-        for sure, one_each, zeros in product((True, False), lists, (False, True)[: 1 + self.bags]):
+        for sure, one_each, bags in product((True, False), lists, (False, True)[: 1 + self.bags]):
             self._one_each = one_each
-            self.ends = ends_of(self._parts(), self.total, zeros)
+            self.ends = ends_of(self._parts(), self.total, bags)
             parts = [self._options(part) for _, part in self._parts()]
             likely = (r for r in _likeliest(parts) if any(axis is not None for axis in r))
             for reading in islice(likely, READINGS):
@@ -208,7 +208,10 @@ class Batches:
         found = [ends for ends in self.ends if ends.cuts(part)]
         # of several tables with as many ids, each has its own
         own = [ends for ends in found if part is ends.told or part is ends.within]
-        options: tuple[int | Ends | None, ...] = (*(own or found), *self._possible(part))
+        # as many rows as examples are theirs, rather than of as many ids by chance
+        fewer = [ends for ends in found if not own and ends.within is not None]
+        more = own or [ends for ends in found if ends.within is None]
+        options: tuple[int | Ends | None, ...] = (*more, *self._possible(part), *fewer)
         # a list of tables: what each of them is given has rows of every example
         listed = self._one_each is False and any(
             part is item for value in self._containers() if self._may_be_list(value) for item in value

@@ -73,27 +73,46 @@ class Edges(Ends):
         return edges + moved.repeat_interleave(self.sizes[here]).to(edges)
 
 
-def ends_of(parts: Sequence[tuple[str, Any]], count: int, zeros: bool = False) -> list[Ends]:
+class Stacked(Ends):
+    """``told``, ``[K, B]``, holds where the bags of one table after the other begin."""
+
+    def __init__(self, tables: Sequence[Ends], told: Tensor):
+        super().__init__(tables[0].sizes, told)
+        self.tables = tables
+
+    def cuts(self, part: Any) -> bool:
+        return part is self.told
+
+    def told_of(self, places: Sequence[int]) -> Tensor:
+        return torch.stack([table.told_of(places) for table in self.tables])
+
+
+def ends_of(parts: Sequence[tuple[str, Any]], count: int, bags: bool = False) -> list[Ends]:
     """Find the tensors that say where the rows of ``count`` examples lie, by name and by their numbers.
 
     Args:
         parts: of the inputs, by name.
         count: B.
-        zeros: whether the model has bags of ids: their offsets may be zeros alone (of one bag, or of empty ones), or look like
-            lengths, and ids may be as many as examples.
+        bags: whether bags of ids are looked for first, whatever else their offsets may be taken for: zeros alone (of one bag, or
+            of empty ones) or lengths.
     """
     named = [
         (name.lower(), part)
         for name, part in parts
-        if isinstance(part, Tensor) and part.dim() and (zeros or len(part))
+        if isinstance(part, Tensor) and part.dim() and (bags or len(part))
     ]
     found: list[Ends] = []
+    if bags:
+        begins = _begins(named, count)
+        named = [own for own in named if not any(own[1] is part for _, part in begins)]
+        for _, part in begins:
+            found += _bags(part, named, count, found)
+        named = [own for own in named if len(own[1])]
     for name, part in named:
         if (
             part.dim() == 1
-            and len(part)
             and _is_whole(part)
-            and (ends := _told(name, part, named, count, found, zeros)) is not None
+            and (ends := _told(name, part, named, count, found)) is not None
         ):
             found.append(ends)
     nodes = [ends for ends in found if isinstance(ends, Named)] or found
@@ -101,24 +120,48 @@ def ends_of(parts: Sequence[tuple[str, Any]], count: int, zeros: bool = False) -
     return found + edges
 
 
+def _begins(named: Sequence[tuple[str, Tensor]], count: int) -> list[tuple[str, Tensor]]:
+    """What may be offsets, ``[B]``, ``[B + 1]`` or such of several tables: of a list of that name all tensors, or none."""
+
+    def rises(part: Tensor) -> bool:
+        shaped = part.dim() < 3 and part.shape[-1] in (count, count + 1) and part.numel()
+        return bool(
+            shaped and _is_whole(part) and (part[..., 0] == 0).all() and (part.diff(dim=-1) >= 0).all()
+        )
+
+    others = {name for name, part in named if name and not rises(part)}
+    found = [(name, part) for name, part in named if name not in others and rises(part)]
+    return sorted(found, key=lambda own: not any(word in own[0] for word in POINTERS))
+
+
+def _bags(part: Tensor, named: Sequence[tuple[str, Tensor]], count: int, found: list[Ends]) -> list[Ends]:
+    """Where the bags lie in the ids of each table, which come in the order of their offsets; nothing where one has no ids."""
+    tables: list[Ends] = []
+    taken = {id(ends.within) for ends in found}
+    for row in part if part.dim() == 2 else [part]:
+        last = int(row[-1])
+        for _, ids in named:
+            fits = len(ids) == last if len(row) > count else len(ids) >= last
+            if ids.dim() == 1 and _is_whole(ids) and id(ids) not in taken and fits:
+                ends = torch.cat([row[:count].cpu(), torch.tensor([len(ids)], device="cpu")])
+                tables.append(Ends(ends.long().diff(), row, ids))
+                taken.add(id(ids))
+                break
+        else:
+            return []
+    return [*tables, Stacked(tables, part)] if part.dim() == 2 else tables
+
+
 def _told(
-    name: str,
-    part: Tensor,
-    named: Sequence[tuple[str, Tensor]],
-    count: int,
-    found: list[Ends],
-    zeros: bool,
+    name: str, part: Tensor, named: Sequence[tuple[str, Tensor]], count: int, found: list[Ends]
 ) -> Ends | None:
     numbers = part.long()
     totals = {len(other) for _, other in named}
     if int(numbers.min()) < 0:
         return None
-    rises = not bool((numbers.diff() < 0).any())
-    # offsets may add up to a number of ids by chance
-    offsets = zeros and rises and int(numbers[0]) == 0
-    if len(part) == count != int(numbers.sum()) in totals and not offsets:
+    if len(part) == count != int(numbers.sum()) in totals:
         return Ends(numbers)
-    if not rises:
+    if bool((numbers.diff() < 0).any()):
         return None
     if len(part) > count > int(numbers[-1]) > 0:
         return Named(torch.bincount(numbers, minlength=count), part)
@@ -129,13 +172,11 @@ def _told(
     # ids of several tables come in the order of their offsets
     called, taken = any(word in name for word in POINTERS), {id(ends.within) for ends in found}
     for _, other in named:
-        ids = other.dim() == 1 and _is_whole(other) and (zeros or len(other) != count)
-        told = other is part or any(other is ends.told for ends in found)
+        ids = other.dim() == 1 and _is_whole(other) and len(other) != count
         if (
-            not told
+            other is not part
             and id(other) not in taken
-            and len(other) >= int(numbers[-1])
-            and (zeros or int(numbers[-1]) > 0)
+            and len(other) >= int(numbers[-1]) > 0
             and (ids or called)
         ):
             return Ends(torch.cat([numbers, numbers.new_tensor([len(other)])]).diff(), part, other)
