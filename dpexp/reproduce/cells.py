@@ -83,6 +83,7 @@ class Claim:
     title: str = ""
     claim: str = ""
     compare: Sequence[Mapping[str, Any]] = ()
+    where: Mapping[str, Any] = field(default_factory=dict)
     stand_ins: Mapping[str, Any] = field(default_factory=dict)
     instead: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     miniature: Sequence[Mapping[str, Any]] = ()
@@ -134,7 +135,7 @@ class Claim:
         if unknown := [f"{name}={chosen[name]}" for name in groups if not _choice(name, chosen[name])]:
             reasons.append(f"not built: {', '.join(unknown)}")
         reason = next(filter(None, reasons), "")
-        where = {**_where(said, chosen, scale), **self.instead.get(task, {})}
+        where = {**_where(said, chosen, scale), **self.where, **self.instead.get(task, {})}
         command = "" if reason else self._command(cell, scale, chosen)
         return Slot(cell, scale, where, metric_of(cell), reason, command)
 
