@@ -118,7 +118,7 @@ class Claim(Entry):
         if unknown := [f"{name}={chosen[name]}" for name in groups if not _choice(name, chosen[name])]:
             reasons.append(f"not built: {', '.join(unknown)}")
         reason = next(filter(None, reasons), "")
-        where = {**_where(said, chosen, scale), **self.instead.get(task, {})}
+        where = {**_where(said, chosen, scale), **self.where, **self.instead.get(task, {})}
         command = "" if reason else self._command(cell, scale, chosen)
         return Slot(cell, scale, where, metric_of(cell), reason, command)
 

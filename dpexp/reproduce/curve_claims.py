@@ -75,6 +75,25 @@ def quantiles_matter_on_text_alone(records: Sequence[Record]) -> Finding:
     return Finding(pairs, f"the one about {records[0].facts['task']}")
 
 
+def shares_for_quantiles_hardly_matter(records: Sequence[Record]) -> Finding:
+    """He et al., Figure 6: the accuracies at shares of the budget from 0.01% to 20% are close.
+
+    Args:
+        records: of one task and scale; a grid is of configurations that differ in nothing but the share.
+    """
+    name = "clip.quantile_budget"
+    pairs = []
+    for own in grouped(measured(records, "accuracy"), lambda f: f.record.without({name})).values():
+        grid = {float(f.record.facts[name]): f for f in own if float(f.record.facts[name]) <= 0.2}
+        if len(grid) < 3:
+            continue
+        high, low = (end(grid, key=lambda share: grid[share].mean) for end in (max, min))
+        what = f"{own[0].record.facts['task']}, {budget(own[0].record)}, {described(own[0].record)}"
+        left, right = ((f"r = {share:g}", Choice(grid[share], len(grid))) for share in (high, low))
+        pairs.append(compared(what, left, right, "close", MARGIN))
+    return Finding(pairs, "accuracies up to r = 20%")
+
+
 def larger_models_are_better(records: Sequence[Record]) -> Finding:
     """Li et al., Figure 6: at every ε the largest pretrained model beats the smallest, all else being equal.
 

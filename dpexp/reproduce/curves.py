@@ -135,7 +135,8 @@ def _sweep(record: Record, target: Entry) -> Rows:
 
 _APART = {
     "optim.lr": "lr", "optim.batch_size": "B", "optim.epochs": "E", "optim.steps": "steps", "clip.clip_norm": "C",
-    "clip.target_quantile": "quantile", "model.trainable": "trains", "peft.name": "peft", "clip.allocation": "allocation",
+    "clip.target_quantile": "quantile", "clip.quantile_budget": "r", "model.trainable": "trains", "peft.name": "peft",
+    "clip.allocation": "allocation",
 }  # fmt: skip
 
 

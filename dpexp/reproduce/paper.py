@@ -65,7 +65,7 @@ UNSAID: dict[str, Any] = (
     {"key": ("", ""), "by": "cells", "metric": "accuracy", "audits": False}
     | dict.fromkeys(("title", "claim", "note", "part", "unstated", "needs", "kind", "x", "says", "preset", "arithmetic"), "")
     | dict.fromkeys(("compare", "miniature", "heat", "same_runs", "tuned", "along", "bounds"), ())
-    | {name: {} for name in ("stand_ins", "instead", "select", "commands", "workloads")}
+    | {name: {} for name in ("where", "stand_ins", "instead", "select", "commands", "workloads")}
 )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ def summary(clip: str = "flat", seed: int = 0, accuracy: float = 0.9, **settings
     """A finished run of SST-2.
 
     ``settings``: task, model, scale, epsilon, epochs, lr, allocation; optimizer, batch_size, delta, steps, sigma, schedule, spent
-    (ε), title (of the task), clip_norm, quantile, trials, curves.
+    (ε), title (of the task), clip_norm, quantile, share (r), trials, curves.
     """
     said = {
         "task": "sst2",
@@ -34,7 +34,7 @@ def summary(clip: str = "flat", seed: int = 0, accuracy: float = 0.9, **settings
             "clip_norm": said.get("clip_norm", 1.0),
             "target_quantile": said.get("quantile", 0.5),
             "allocation": said.get("allocation", "global"),
-            "quantile_budget": 0.1,
+            "quantile_budget": said.get("share", 0.1),
         },
         "privacy": {
             "epsilon": said["epsilon"],

@@ -221,6 +221,27 @@ def test_figure_5_says_whether_quantiles_are_alike_on_images(gain: float, word: 
     assert f"cifar10_jpeg instead: {word} for a part" in _says(document)
 
 
+@pytest.mark.parametrize(("gain", "word"), [(0.004, "supports"), (0.1, "contradicts")])
+def test_figure_6_says_whether_shares_are_alike_and_leaves_figure_5_alone(
+    gain: float, word: str, tmp_path: Path
+):
+    """Beyond a fifth of the budget nothing is claimed."""
+    runs = [
+        summary("adaptive_perlayer", s, value + 1e-3 * s, share=share)
+        for share, value in ((0.001, 0.8), (0.1, 0.8 + gain), (0.2, 0.801), (0.8, 0.5))
+        for s in SEEDS
+    ]
+    document = _build("figure-he-6b", tmp_path, *runs)
+    assert f"sst2: {word} for a part of the claim, accuracies up to r = 20%" in _says(document)
+    assert len({row["run"] for row in document.rows}) == 1
+    assert len(document.rows) == 12
+    quantiles = [summary("adaptive_perlayer", s, 0.8, quantile=q) for q in (0.3, 0.9) for s in SEEDS]
+    document = _build("figure-he-5", tmp_path / "both", *runs, *quantiles)
+    assert {row["record"] for row in document.rows if row["x"] == "0.5"} <= {
+        row["record"] for row in document.rows if row["run"].endswith("r 0.1")
+    }
+
+
 def test_figure_5_has_a_verdict_for_each_task(tmp_path: Path):
     runs = [
         summary("adaptive_perlayer", s, value + 1e-3 * s, quantile=quantile, **settings)

@@ -44,6 +44,17 @@ def test_a_cell_is_filled_by_the_records_of_its_settings(tmp_path: Path):
     assert document.status == "small 3/4"
 
 
+def test_the_sweep_of_shares_fills_no_other_table(tmp_path: Path):
+    runs = [
+        summary("adaptive_perlayer", s, 0.8 + s / 100, epsilon=3.0, share=r)
+        for s in SEEDS
+        for r in (0.1, 0.4)
+    ]
+    rows = [row for row in _build(tmp_path, *runs, table="4").rows if row.get("n")]
+    assert {(row["n"], row["ours"]) for row in rows} == {("3", "81.00 ± 1.00")}
+    assert {row["record"] for row in rows} == {", ".join(f"results/runs/record{2 * s}.json" for s in SEEDS)}
+
+
 def test_scales_are_never_in_one_block(tmp_path: Path):
     document = _build(tmp_path, summary(), summary(scale="paper", model="roberta_base"))
     assert [section.scale for section in document.sections] == ["small", "paper"]
