@@ -312,6 +312,18 @@ def _model(run: RunConfig) -> Iterator[str]:
             f"model.untied=true is about the head of a language model of Hugging Face, and task={run.task.name} "
             f"model={model.name} has none: leave it out"
         )
+    names = list(model.new_tokens)
+    if wrong := [
+        name for name in names if not re.fullmatch(r"[A-Za-z]\w*", name, re.ASCII) or names.count(name) > 1
+    ]:
+        yield (
+            f"model.new_tokens={names}: {wrong[0]!r} must be one word of letters, digits and _, given once; the token is <NAME>"
+        )
+    if names and (run.task.kind not in ("generation", "custom") or model.family not in HUGGING_FACE):
+        yield (
+            f"model.new_tokens={names} are for language models of Hugging Face that write text, and task={run.task.name} "
+            f"model={model.name} has none: leave it out"
+        )
     if model.head != "linear" and model.pooling == "own":
         yield f"model.head={model.head} is a head on what is pooled: set model.pooling=mean (or cls)"
     # its coefficients never train

@@ -141,6 +141,11 @@ def _generation(run: RunConfig) -> Iterator[str]:
         yield f"task.generation.length_penalty={settings.length_penalty:g} must be a power between -100 and 100"
     if settings.candidates == 1:
         yield "task.generation.candidates=1 leaves nothing to choose from: give 2 or more (ConvAI2 has 20), or 0"
+    if settings.speakers and settings.shots:
+        yield (
+            f"task.generation.shots={settings.shots} puts pairs as plain text into the prompt, where task.generation.speakers "
+            "has tokens: leave one of them out"
+        )
 
 
 def _images(run: RunConfig) -> Iterator[str]:

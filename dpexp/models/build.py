@@ -23,6 +23,7 @@ from dpexp.models.images import (
     sees_images,
 )
 from dpexp.models.networks import (
+    add_rows,
     described_head,
     load_config,
     pretrained_network,
@@ -79,7 +80,7 @@ def build_tokenizer(model: ModelConfig, *, scale: str) -> Any:
         if sees_images(config):
             return inputs_of_config(config, source)
         tokenizer = load_tokenizer(model, config, source)
-        fit_together(tokenizer, config, resize="vocab_size" not in model.config and source is None)
+        _fit(tokenizer, config, model, source)
     return tokenizer
 
 
@@ -135,7 +136,7 @@ def build_model(
             tokenizer = None
         else:
             tokenizer = load_tokenizer(model, config, source) if tokenizer is None else tokenizer
-            fit_together(tokenizer, config, resize="vocab_size" not in model.config and source is None)
+            _fit(tokenizer, config, model, source)
         set_dropout(config, model)
         if head.endswith("classifier"):
             config.num_labels = num_labels
@@ -144,22 +145,34 @@ def build_model(
             config.use_cache = False
         weights = None if model.retrain else source
         network = _network(config, weights, head, model)
+        new_rows = add_rows(network, tokenizer, seed) if model.new_tokens else ""
         if model.untied:
             untie_head(network)
         network.train()
         if head == "causal_lm":
             check_causal(network)
         new_head = described_head(network, head, seed)
+        embedding = network.get_input_embeddings() if model.new_tokens else None  # type: ignore[operator]
         network, trainable = prepare(network, model, peft, head=head, seed=seed)
+    if embedding is not None and not any(p.requires_grad for p in embedding.parameters()):
+        raise UserError(
+            f"model.new_tokens={list(model.new_tokens)}: under peft={peft.name} and model.trainable={model.trainable} the "
+            "embedding does not train, and these tokens would mean nothing: take peft=full and model.trainable=all"
+        )
     return ModelBundle(
         network,
         tokenizer,
         f"random ({config.model_type}, seed {seed})"
         if weights is None
-        else weights.described(config) + new_head,
+        else weights.described(config) + new_head + new_rows,
         trainable,
         weights.sha256 if weights else None,
     )
+
+
+def _fit(tokenizer: Any, config: Any, model: ModelConfig, source: Source | None) -> None:
+    resize = "vocab_size" not in model.config and source is None
+    fit_together(tokenizer, config, resize=resize, new_tokens=model.new_tokens)
 
 
 def _network(config: Any, weights: Source | None, head: str, model: ModelConfig) -> nn.Module:

@@ -157,6 +157,29 @@ def pretrained_network(config: Any, source: Source, head: str = "classifier", **
     return network
 
 
+def add_rows(network: Any, tokenizer: Any, seed: int) -> str:
+    """Give a network's embedding and output layer a row for each token that the tokenizer has more, and its begin and end tokens.
+
+    The new rows are drawn as the network's embedding once was, as transformers did when the papers were written; today its
+    `resize_token_embeddings` draws them around the mean of the old ones. A tied head stays tied.
+
+    Args:
+        network: of transformers; changed in place, its config too, so that a saved copy loads as it is.
+        tokenizer: with its new tokens.
+        seed: what torch's global generator was seeded with.
+
+    Returns:
+        What a record must say about it; "" where there was a row for every token.
+    """
+    missing = len(tokenizer) - network.get_input_embeddings().num_embeddings
+    if missing > 0:
+        network.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    if (settings := getattr(network, "generation_config", None)) is not None:
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            setattr(settings, name, getattr(tokenizer, name))
+    return f"; {missing} rows of the embedding new, drawn with seed {seed}" if missing > 0 else ""
+
+
 def untie_head(network: Any) -> None:
     """Give the output layer of a language model a weight of its own, which begins as a copy of the embedding.
 

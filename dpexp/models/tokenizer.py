@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import string
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,11 +21,12 @@ if TYPE_CHECKING:
 
 DEMO_VOCABULARIES = {"demo": DEMO_PHRASES, "demo_text": DEMO_TEXT_WORDS}
 GPT2_FOLDER, GPT2_ID = "tokenizers/gpt2", "openai-community/gpt2"
+ROLES = ("bos", "eos", "pad")
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 
 def load_tokenizer(model: ModelConfig, config: Any, source: Source | None) -> Any:
-    """The tokenizer that `model.tokenizer` names, or the model's own.
+    """The tokenizer that `model.tokenizer` names, or the model's own, with `model.new_tokens`.
 
     Args:
         model: `tokenizer` is null, "demo", "demo_text", "minilm", "smollm2", "gpt2" (`GPT2_FOLDER` below `root`, or else the
@@ -33,8 +35,14 @@ def load_tokenizer(model: ModelConfig, config: Any, source: Source | None) -> An
         source: where the network comes from; None for a random one.
 
     Raises:
-        UserError: it can't be found or read, or a random network names none.
+        UserError: it can't be found or read, a random network names none, or a new token is a word of it already.
     """
+    tokenizer = _plain_tokenizer(model, config, source)
+    add_tokens(tokenizer, model.new_tokens)
+    return tokenizer
+
+
+def _plain_tokenizer(model: ModelConfig, config: Any, source: Source | None) -> Any:
     name = model.tokenizer or (source.location if source else None)
     if name is None:
         raise UserError(
@@ -93,6 +101,38 @@ def demo_tokenizer(name: str = "demo") -> Any:
     )
 
 
+def new_token(name: str) -> str:
+    """How a token of `model.new_tokens` is spelt."""
+    return f"<{name}>"
+
+
+def add_tokens(tokenizer: Any, names: Sequence[str]) -> None:
+    """Add special tokens; adding them twice changes nothing more.
+
+    Args:
+        tokenizer: changed in place.
+        names: of `model.new_tokens`. bos, eos and pad become the tokenizer's tokens for a beginning, an end and padding.
+
+    Raises:
+        UserError: one of them is in the vocabulary as something else.
+    """
+    roles = {f"{name}_token": new_token(name) for name in names if name in ROLES}
+    others = [new_token(name) for name in names if name not in ROLES]
+    known = {role: getattr(tokenizer, role) for role in roles} | {
+        token: token for token in tokenizer.extra_special_tokens
+    }
+    vocabulary = tokenizer.get_vocab()
+    for role, token in [*roles.items(), *zip(others, others, strict=True)]:
+        if token in vocabulary and known.get(role) != token:
+            raise UserError(
+                f"model.new_tokens: {type(tokenizer).__name__} has {token} already, as another token than {role}, and it would "
+                "keep what it has learnt as that: take another name, or leave it out of model.new_tokens"
+            )
+    tokenizer.add_special_tokens(
+        {**roles, "extra_special_tokens": others}, replace_extra_special_tokens=False
+    )
+
+
 def _from_pretrained(location: str, config: Any, setting: str, gguf: str | None = None) -> Any:
     from transformers import AutoTokenizer
 
@@ -119,13 +159,14 @@ def _from_pretrained(location: str, config: Any, setting: str, gguf: str | None 
     return tokenizer
 
 
-def fit_together(tokenizer: Any, config: Any, *, resize: bool) -> None:
+def fit_together(tokenizer: Any, config: Any, *, resize: bool, new_tokens: Sequence[str] = ()) -> None:
     """Make a tokenizer and a network's config agree about padding, segments, the vocabulary and the longest input.
 
     Args:
         tokenizer: changed in place; fitting it twice changes nothing more.
         config: changed in place.
         resize: give the network the tokenizer's vocabulary (a random one has none to lose).
+        new_tokens: `model.new_tokens`, for which the network gets rows of its own; see `dpexp.models.networks.add_rows`.
 
     Raises:
         UserError: nothing to pad with, or a vocabulary larger than the network's.
@@ -141,8 +182,10 @@ def fit_together(tokenizer: Any, config: Any, *, resize: bool) -> None:
     config.pad_token_id = tokenizer.pad_token_id
     if resize:
         config.vocab_size = len(tokenizer)
+    if resize or new_tokens:
         config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
-    if config.vocab_size < len(tokenizer):
+    ids = tokenizer.convert_tokens_to_ids([new_token(name) for name in new_tokens])
+    if config.vocab_size < len(tokenizer) - sum(number >= config.vocab_size for number in ids):
         raise UserError(
             f"the tokenizer has {len(tokenizer)} tokens and the model only {config.vocab_size}: they don't belong "
             "together (for a random network leave model.config.vocab_size out)"

@@ -10,12 +10,18 @@ from typing import Any
 class GenerationConfig:
     """Prompts, and how text is generated from them (tasks of kind "generation")."""
 
-    # before the source; {bos} is the tokenizer's own token for a beginning
+    # before the source; {bos} is the tokenizer's own token for a beginning, {NAME} that of model.new_tokens=[NAME]
     prefix: str = ""
     # between source and target
     suffix: str = "{bos}"
+    # in front of a target, and learnt with it: in byte-level vocabularies a blank belongs to the word behind it
+    before_target: str = " "
     # between a target and its end token, and learnt with it: a blank in the code of Li et al.
     before_end: str = ""
+    # who speaks in a line of the source: the words that it begins with, and behind them the token in their place, as in
+    # "partner: {speaker2}", or none. Every token is then given a type: the last of these tokens, up to it; that of the suffix
+    # before the first. Lines are joined without a break
+    speakers: list[str] = field(default_factory=list)
     # which end of an over-long source is lost: end | start
     cut: str = "end"
     # tokens: the longest target that is learnt, and the most that are generated
@@ -156,6 +162,9 @@ class ModelConfig:
     config: dict[str, Any] = field(default_factory=dict)
     # null: the model's own
     tokenizer: str | None = None
+    # names of tokens that join the vocabulary, each as <NAME>; bos, eos and pad take the place of the tokenizer's own. Their
+    # embeddings are drawn, and learnt
+    new_tokens: list[str] = field(default_factory=list)
     # where published tokenizer files may lie: data.root
     root: str | None = None
     # the network of the checkpoint, its weights drawn at random ("retrain" of Li et al. Table 2)

@@ -19,6 +19,7 @@ from dpexp.durable import flush_file, write_atomic
 from dpexp.models.prompts import UNPADDED
 from dpexp.parallel.sharing import by_one, shared_out, writes
 from dpexp.tasks.beams import whole_lengths
+from dpexp.tasks.sequences import find_speakers
 
 if TYPE_CHECKING:
     from dpexp.schemas import GenerationConfig
@@ -126,6 +127,10 @@ def continued(
     for row, prompt in enumerate(prompts):
         input_ids[row, longest - len(prompt) :] = torch.from_numpy(prompt.astype(np.int64))
         mask[row, longest - len(prompt) :] = 1
+    types = {}
+    if (speakers := find_speakers(tokenizer, settings)) is not None:
+        # a prompt ends with the one who answers, whose type every new token gets
+        types["token_type_ids"] = torch.from_numpy(speakers.types(input_ids.numpy())).to(device)
     generate: Any = model.generate
     end = tokenizer.eos_token_id
     scored = (
@@ -137,6 +142,7 @@ def continued(
         found = generate(
             input_ids=input_ids.to(device),
             attention_mask=mask.to(device),
+            **types,
             # a sharded model is held whole here: other processes write other texts, of other lengths, and wait for none of ours
             synced_gpus=False,
             tokenizer=tokenizer,

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from dpexp.durable import cache_folder
 from dpexp.errors import UserError
+from dpexp.models.causal import check_types
 from dpexp.models.trainable import evaluation_mode
 from dpexp.parallel.sharing import by_one, shared_out
 from dpexp.privacy.sampling import generator_from
@@ -34,7 +35,8 @@ from dpexp.tasks.sequences import NO_TOKENS, Example, Sequences, make_frame, tok
 from dpexp.tasks.target_loss import IGNORED, example_losses, token_losses, vocabulary
 
 if TYPE_CHECKING:
-    from dpexp.schemas import DataConfig, GenerationConfig, TaskConfig
+    from dpexp.models import ModelBundle
+    from dpexp.schemas import DataConfig, GenerationConfig, ModelConfig, PeftConfig, TaskConfig
 
 SUITES = ("e2e", "dart", "summarization", "dialogue")
 """`task.metric`: the suites of `dpexp.metrics.text`."""
@@ -114,12 +116,20 @@ class Generation(Task):
             notes += text.notes(task.metric, models)
         self.data = found.info(task, data, scale, notes)
 
+    def build_network(self, model: ModelConfig, peft: PeftConfig, **given: Any) -> ModelBundle:
+        """As any task; with `generation.speakers`, of a network that reads tokens as types."""
+        bundle = super().build_network(model, peft, **given)
+        if (speakers := self.train.frame.speakers) is not None:
+            check_types(bundle.model, speakers.tokens.tolist())
+        return bundle
+
     def collate(self, examples: list[Example]) -> dict[str, Tensor]:
         """Pad on the right to the longest of the examples; see `dpexp.tasks.target_loss`. With `pad_to`: to that, and to the
         longest allowed target.
 
         Returns:
-            int64 `input_ids` `[B, T]`, `positions` and `targets` `[B, L]`. Without examples B = 0, T = 1 and L = 1.
+            int64 `input_ids` `[B, T]`, `positions` and `targets` `[B, L]`; with `generation.speakers` also `token_type_ids`
+            `[B, T]`. Without examples B = 0, T = 1 and L = 1.
         """
         rows = len(examples)
         longest = max((len(x.prompt) + len(x.target) - 1 for x in examples), default=1)
@@ -137,6 +147,8 @@ class Generation(Task):
             positions[row, :count] = np.arange(start - 1, start - 1 + count)
             targets[row, :count] = target
         batch = {"input_ids": input_ids, "positions": positions, "targets": targets}
+        if (speakers := self.train.frame.speakers) is not None:
+            batch["token_type_ids"] = speakers.types(input_ids)
         return {name: torch.from_numpy(array) for name, array in batch.items()}
 
     def losses(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -311,7 +323,10 @@ def with_shots(settings: GenerationConfig, train: Table) -> GenerationConfig:
     words = hashlib.sha256(f"demonstrations {settings.prompt_set}".encode()).digest()
     rows = generator_from(words).choice(len(train), size=settings.shots, replace=False)
     sources, targets = train.columns[SOURCE], train.columns[TARGET]
-    shown = "".join(f"{settings.prefix}{sources[r]}{settings.suffix} {targets[r]}{BETWEEN}" for r in rows)
+    shown = "".join(
+        f"{settings.prefix}{sources[r]}{settings.suffix}{settings.before_target}{targets[r]}{BETWEEN}"
+        for r in rows
+    )
     return replace(settings, prefix=shown + settings.prefix, stop=[*settings.stop, BETWEEN])
 
 

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from dpexp.errors import UserError
+from dpexp.models.tokenizer import new_token
 from dpexp.tasks.files import Table
 from dpexp.tasks.formats import SOURCE, TARGET
-from dpexp.tasks.tokens import CHUNK, TokenTable, plain_ids, tokenize_cached
+from dpexp.tasks.speakers import Speakers
+from dpexp.tasks.tokens import CHUNK, Tokenise, TokenTable, plain_ids, tokenize_cached
 
 if TYPE_CHECKING:
     from dpexp.schemas import GenerationConfig
 
-BEGIN = "{bos}"
-"""In a prompt's prefix or suffix: the tokenizer's own token for a beginning."""
+TOKEN = re.compile(r"\{(\w+)\}")
+"""In a prompt's prefix or suffix: {bos}, the tokenizer's own token for a beginning, or one of `model.new_tokens`."""
 
 NO_TOKENS = TokenTable.of([])
 
@@ -40,6 +44,8 @@ class Frame:
     longest: tokens of prompt and target together.
     longest_target: tokens of the target, its ending included.
     cut: which end of an over-long source is lost, "end" or "start".
+    before_target: text in front of a target, which is tokenised with it.
+    speakers: who speaks in the lines of a source, or None where it is plain text.
     """
 
     prefix: np.ndarray
@@ -48,6 +54,8 @@ class Frame:
     longest: int
     longest_target: int
     cut: str = "end"
+    before_target: str = " "
+    speakers: Speakers | None = None
 
     @property
     def room(self) -> int:
@@ -66,7 +74,7 @@ def make_frame(tokenizer: Any, settings: GenerationConfig, max_length: int) -> F
     """The frame of a task for a tokenizer.
 
     Raises:
-        UserError: the tokenizer has no end token, or nothing is left for the source.
+        UserError: the tokenizer has no end token, or not those of the speakers; or nothing is left for the source.
     """
     end = tokenizer.eos_token_id
     if end is None:
@@ -75,13 +83,16 @@ def make_frame(tokenizer: Any, settings: GenerationConfig, max_length: int) -> F
         )
     begin = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else end
     prefix, suffix, before_end = (
-        _affix(tokenizer, text, begin) for text in (settings.prefix, settings.suffix, settings.before_end)
+        _affix(tokenizer, text) for text in (settings.prefix, settings.suffix, settings.before_end)
     )
     if not len(prefix) + len(suffix):
         # the first token of a target is predicted from something
         prefix = np.array([begin], np.int32)
     ending = np.append(before_end, np.int32(end)).astype(np.int32)
-    frame = Frame(prefix, suffix, ending, max_length, settings.max_target, settings.cut)
+    frame = Frame(
+        prefix, suffix, ending, max_length, settings.max_target, settings.cut, settings.before_target,
+        find_speakers(tokenizer, settings),
+    )  # fmt: skip
     if frame.room <= settings.max_target:
         raise UserError(
             f"task.max_length={max_length} (or what the model can read) leaves no room for a source beside "
@@ -91,17 +102,56 @@ def make_frame(tokenizer: Any, settings: GenerationConfig, max_length: int) -> F
     return frame
 
 
-def _affix(tokenizer: Any, text: str, begin: int) -> np.ndarray:
+def find_speakers(tokenizer: Any, settings: GenerationConfig) -> Speakers | None:
+    """Who speaks, by `task.generation.speakers`; None where it says nothing.
+
+    Raises:
+        UserError: a token that the tokenizer does not have, or a prompt that does not end with a speaker's.
+    """
+    if not settings.speakers:
+        return None
+    lines = {}
+    for line in settings.speakers:
+        words, *names = TOKEN.split(line)
+        tokens = _affix(tokenizer, line.removeprefix(words))
+        if len(names) not in (0, 2) or any(names[1:]) or len(tokens) != len(names) // 2:
+            raise UserError(
+                f"task.generation.speakers: {line!r} must be words and behind them nothing, or one {{NAME}} of the tokenizer's: "
+                "model.new_tokens=[NAME] adds it"
+            )
+        lines[words] = tokens
+    known, suffix = np.concatenate(list(lines.values())), _affix(tokenizer, settings.suffix)
+    if not len(suffix) or suffix[-1] not in known:
+        raise UserError(
+            f"task.generation.suffix={settings.suffix!r} must end with the token of the one who answers, one of those of "
+            "task.generation.speakers, as in {speaker1}"
+        )
+    return Speakers(lines, int(suffix[-1]))
+
+
+def _affix(tokenizer: Any, text: str) -> np.ndarray:
     pieces: list[int] = []
-    for number, part in enumerate(text.split(BEGIN)):
-        pieces += [begin] * (number > 0) + (plain_ids(tokenizer, [part])[0] if part else [])
+    parts = TOKEN.split(text)
+    for part, name in zip_longest(parts[::2], parts[1::2]):
+        pieces += plain_ids(tokenizer, [part])[0] if part else []
+        pieces += [] if name is None else _named(tokenizer, name)
     return np.asarray(pieces, np.int32)
+
+
+def _named(tokenizer: Any, name: str) -> list[int]:
+    """The token of {name}; what is none of them is text as it stands."""
+    if name == "bos":
+        return [tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id]
+    if (token := new_token(name)) in tokenizer.all_special_tokens:
+        return [tokenizer.convert_tokens_to_ids(token)]
+    return plain_ids(tokenizer, [f"{{{name}}}"])[0]
 
 
 def target_tokens(tokenizer: Any, frame: Frame, texts: Sequence[str]) -> list[np.ndarray]:
     """Texts as targets: `[L]` int32 each, their ending last unless it was cut."""
     return [
-        _ended(np.asarray(row, np.int32), frame) for row in plain_ids(tokenizer, [f" {t}" for t in texts])
+        _ended(np.asarray(row, np.int32), frame)
+        for row in plain_ids(tokenizer, [f"{frame.before_target}{text}" for text in texts])
     ]
 
 
@@ -158,9 +208,17 @@ def tokenize_pairs(cache: Path, table: Table, tokenizer: Any, frame: Frame) -> S
     columns = {}
     for name in (SOURCE, TARGET):
         # A target follows the prompt as a word follows another: in byte-level vocabularies the blank belongs to the word.
-        texts = table.columns[name] if name == SOURCE else [f" {text}" for text in table.columns[name]]
+        before = frame.before_target if name == TARGET else ""
+        texts = [f"{before}{text}" for text in table.columns[name]]
         content = f"{table.sha256} {name} {len(texts)} {_content(texts)}"
-        columns[name] = tokenize_cached(cache, content, tokenizer, texts, None, 1 << 30, make=_tokenize_plain)
+        make: Tokenise = _tokenize_plain
+        if name == SOURCE and (speakers := frame.speakers) is not None:
+            content += f" {[(words, tokens.tolist()) for words, tokens in speakers.lines.items()]}"
+
+            def make(tokenizer: Any, texts: Sequence[str], *_: Any) -> TokenTable:
+                return speakers.tokenize(tokenizer, texts, table)
+
+        columns[name] = tokenize_cached(cache, content, tokenizer, texts, None, 1 << 30, make=make)
     return Sequences(frame, columns[SOURCE], columns[TARGET])
 
 

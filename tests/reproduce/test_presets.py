@@ -135,7 +135,7 @@ def test_every_preset_with_another_recipe_names_it():
     for preset in PRESETS:
         named = re.findall(r"recipe=(\w+)\.", " ".join(header(preset)))
         assert set(named) <= set(RECIPES)
-        assert bool(named) == (preset.startswith("li2022_") and "personachat" not in preset)
+        assert bool(named) == preset.startswith("li2022_")
         for recipe in named:
             counted = ["data.num_examples=56000"] if recipe == "li2022_dart" else []
             compose([f"experiment={preset}", f"recipe={recipe}", *counted])

@@ -10,8 +10,8 @@ Source and target: a line each, `PERSONA<TAB>...<TAB>UTTERANCE` and `REPLY`, wit
     partner: fine .
 
 Every reply is one example (131,438 in the training set); its source is the persona and the last five utterances, as in the
-code base that Li et al. built on (App. K), in plain words instead of new tokens, whose embeddings would have to be learnt
-privately.
+code base that Li et al. built on (App. K), in plain words. `task.generation.speakers` puts tokens into the place of these words
+(recipe=li2022_personachat).
 """
 
 from __future__ import annotations
