@@ -158,7 +158,7 @@ def pretrained_network(config: Any, source: Source, head: str = "classifier", **
 
 
 def add_rows(network: Any, tokenizer: Any, seed: int) -> str:
-    """Give a network's embedding and output layer a row for each token that the tokenizer has more, and its begin and end tokens.
+    """Give a network's embedding and output layer a row for each token that the tokenizer has more, and its config their numbers.
 
     The new rows are drawn as the network's embedding once was, as transformers did when the papers were written; today its
     `resize_token_embeddings` draws them around the mean of the old ones. A tied head stays tied.
@@ -174,7 +174,7 @@ def add_rows(network: Any, tokenizer: Any, seed: int) -> str:
     missing = len(tokenizer) - network.get_input_embeddings().num_embeddings
     if missing > 0:
         network.resize_token_embeddings(len(tokenizer), mean_resizing=False)
-    if (settings := getattr(network, "generation_config", None)) is not None:
+    for settings in filter(None, (network.config, getattr(network, "generation_config", None))):
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             setattr(settings, name, getattr(tokenizer, name))
     return f"; {missing} rows of the embedding new, drawn with seed {seed}" if missing > 0 else ""

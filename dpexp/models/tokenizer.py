@@ -179,11 +179,12 @@ def fit_together(tokenizer: Any, config: Any, *, resize: bool, new_tokens: Seque
             )
         # masked, so that any token will do
         tokenizer.pad_token = tokenizer.eos_token
-    config.pad_token_id = tokenizer.pad_token_id
     if resize:
         config.vocab_size = len(tokenizer)
-    if resize or new_tokens:
         config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
+    if tokenizer.pad_token_id < config.vocab_size:
+        # a new token has no row yet
+        config.pad_token_id = tokenizer.pad_token_id
     ids = tokenizer.convert_tokens_to_ids([new_token(name) for name in new_tokens])
     if config.vocab_size < len(tokenizer) - sum(number >= config.vocab_size for number in ids):
         raise UserError(
