@@ -22,9 +22,6 @@ from dpexp.tasks.tokens import CHUNK, Tokenise, TokenTable, plain_ids, tokenize_
 if TYPE_CHECKING:
     from dpexp.schemas import GenerationConfig
 
-TOKEN = re.compile(r"\{(\w+)\}")
-"""In a prompt's prefix or suffix: {bos}, the tokenizer's own token for a beginning, or one of `model.new_tokens`."""
-
 NO_TOKENS = TokenTable.of([])
 
 
@@ -110,16 +107,16 @@ def find_speakers(tokenizer: Any, settings: GenerationConfig) -> Speakers | None
     """
     if not settings.speakers:
         return None
-    lines = {}
+    lines, names = {}, _names(tokenizer)
     for line in settings.speakers:
-        words, *names = TOKEN.split(line)
-        tokens = _affix(tokenizer, line.removeprefix(words))
-        if len(names) not in (0, 2) or any(names[1:]) or len(tokens) != len(names) // 2:
+        words, brace, rest = line.partition("{")
+        name = rest.removesuffix("}")
+        if brace and (rest == name or name not in names):
             raise UserError(
                 f"task.generation.speakers: {line!r} must be words and behind them nothing, or one {{NAME}} of the tokenizer's: "
                 "model.new_tokens=[NAME] adds it"
             )
-        lines[words] = tokens
+        lines[words] = np.array([names[name]] if brace else [], np.int32)
     known, suffix = np.concatenate(list(lines.values())), _affix(tokenizer, settings.suffix)
     if not len(suffix) or suffix[-1] not in known:
         raise UserError(
@@ -129,22 +126,20 @@ def find_speakers(tokenizer: Any, settings: GenerationConfig) -> Speakers | None
     return Speakers(lines, int(suffix[-1]))
 
 
+def _names(tokenizer: Any) -> dict[str, int]:
+    """What stands in braces in a prompt's prefix or suffix: bos, and `NAME` of every further special token `<NAME>`."""
+    begin = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+    further = [token[1:-1] for token in tokenizer.extra_special_tokens if re.fullmatch(r"<\w+>", token)]
+    return {name: tokenizer.convert_tokens_to_ids(new_token(name)) for name in further} | {"bos": begin}
+
+
 def _affix(tokenizer: Any, text: str) -> np.ndarray:
-    pieces: list[int] = []
-    parts = TOKEN.split(text)
-    for part, name in zip_longest(parts[::2], parts[1::2]):
-        pieces += plain_ids(tokenizer, [part])[0] if part else []
-        pieces += [] if name is None else _named(tokenizer, name)
+    names, pieces = _names(tokenizer), list[int]()
+    parts = re.split(r"\{(" + "|".join(names) + r")\}", text)
+    for plain, name in zip_longest(parts[::2], parts[1::2]):
+        pieces += plain_ids(tokenizer, [plain])[0] if plain else []
+        pieces += [names[name]] if name else []
     return np.asarray(pieces, np.int32)
-
-
-def _named(tokenizer: Any, name: str) -> list[int]:
-    """The token of {name}; what is none of them is text as it stands."""
-    if name == "bos":
-        return [tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id]
-    if (token := new_token(name)) in tokenizer.all_special_tokens:
-        return [tokenizer.convert_tokens_to_ids(token)]
-    return plain_ids(tokenizer, [f"{{{name}}}"])[0]
 
 
 def target_tokens(tokenizer: Any, frame: Frame, texts: Sequence[str]) -> list[np.ndarray]:

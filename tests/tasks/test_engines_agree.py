@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from dpexp.clipping import attach
+from dpexp.clipping.engines import ENGINES
 from dpexp.config import compose
 from dpexp.models import build_model, build_tokenizer
 from dpexp.schemas import RunConfig
@@ -165,6 +166,13 @@ def test_opacus_and_ours_give_the_gradients_of_one_example_at_a_time(task_name: 
     for groups in ("flat", "layer"):
         for engine in ("auto", "opacus"):
             compare(case, engine, groups)
+
+
+def test_types_that_look_the_embedding_up_again_are_clipped_by_every_engine() -> None:
+    # the tokens, their types and the head share one matrix
+    case = case_of("personachat", "recipe=li2022_personachat", "model.untied=false")
+    for engine in ENGINES:
+        compare(case, engine, "flat")
 
 
 @pytest.mark.parametrize("task_name", TASKS)

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
+from tokenizers import Tokenizer, models
 from torch import Tensor
+from transformers import PreTrainedTokenizerFast
 
 from dpexp.clipping import attach
 from dpexp.config import compose, run_folder
@@ -23,6 +25,7 @@ from dpexp.tasks import build_task
 from dpexp.tasks.decoding import continued
 from dpexp.tasks.generation import Generation
 from dpexp.tasks.ranking import candidates_of, hits_at_1
+from dpexp.tasks.sequences import make_frame
 from dpexp.tasks.target_loss import IGNORED
 from dpexp.train import train
 from tests.training.tiny import make_trainer, run_to_end, tiny_run
@@ -307,6 +310,17 @@ def test_the_recipe_composes_for_every_scale(scale: str) -> None:
 def test_speakers_that_cannot_be_told(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=message):
         dialogue(tmp_path, **changes)
+
+
+def test_braces_around_what_is_no_token_are_text() -> None:
+    vocabulary = {"a": 0, " ": 1, "{": 2, "}": 3, " {": 4}
+    backend = Tokenizer(models.BPE(vocabulary, [(" ", "{")]))
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="<e>", extra_special_tokens=["<b>"]
+    )
+    frame = make_frame(tokenizer, GenerationConfig(prefix="a {a}", suffix=" {b}", max_target=4), 32)
+    assert frame.prefix.tolist() == [0, 4, 0, 3], "not cut at the brace"
+    assert frame.suffix.tolist() == [1, tokenizer.convert_tokens_to_ids("<b>")]
 
 
 def test_networks_that_read_no_types_are_refused(tmp_path: Path) -> None:
