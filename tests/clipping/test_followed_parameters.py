@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -171,3 +173,22 @@ def test_a_number_may_be_expanded_to_a_number() -> None:
     model = Scaled()
     attach(model, clip_norm=1e6).backward(model(torch.randn(4, 3)).square().sum(1))
     assert model.gain.grad is not None
+
+
+def test_what_a_use_has_saved_is_freed_without_a_collection_of_garbage() -> None:
+    """A cycle among the engine's objects would hold the activations of one batch during the next ones."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    clipper, kept = attach(model), []
+    model[2].register_forward_pre_hook(lambda module, given: kept.append(weakref.ref(given[0])))
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        for _ in range(3):
+            # of the first steps some are looked at again
+            kept.clear()
+            clipper.backward(model(torch.randn(3, 4)).square().sum(1))
+        assert kept
+        assert not any(activation() is not None for activation in kept)
+    finally:
+        if collects:
+            gc.enable()

@@ -189,16 +189,10 @@ class Template:
 
     def call(self, values: Sequence[Tensor], saved: Sequence[Tensor], rest: Sequence[Tensor]) -> Any:
         """Run the operation on ``values``, what is ``saved`` of it, and the ``rest``, whose contents are not needed later."""
-
-        def put(item: Any) -> Any:
-            kind = type(item)
-            if kind is ValueSlot:
-                return values[item]
-            if kind is Slot:
-                return saved[item] if item >= 0 else rest[-1 - item]
-            return kind(map(put, item)) if kind in (tuple, list) else item
-
-        return self.func(*map(put, self.args), **{name: put(item) for name, item in self.kwargs.items()})
+        args = [_filled(item, values, saved, rest) for item in self.args]
+        return self.func(
+            *args, **{name: _filled(item, values, saved, rest) for name, item in self.kwargs.items()}
+        )
 
     def fits(self, func: Any, args: tuple, kwargs: dict, values: Sequence[Any]) -> bool:
         """Tell whether the arguments are of the same kind."""
@@ -220,6 +214,17 @@ class Template:
             ):
                 return False
         return True
+
+
+def _filled(item: Any, values: Sequence[Tensor], saved: Sequence[Tensor], rest: Sequence[Tensor]) -> Any:
+    """Put tensors into the slots of an argument."""
+    # no function within `Template.call`: one that calls itself is a cycle, which keeps the tensors until garbage is collected
+    kind = type(item)
+    if kind is ValueSlot:
+        return values[item]
+    if kind is Slot:
+        return saved[item] if item >= 0 else rest[-1 - item]
+    return kind([_filled(part, values, saved, rest) for part in item]) if kind in (tuple, list) else item
 
 
 def kind_of(tensor: Tensor) -> tuple[Any, ...]:
