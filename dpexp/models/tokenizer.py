@@ -116,6 +116,8 @@ def add_tokens(tokenizer: Any, names: Sequence[str]) -> None:
     Raises:
         UserError: one of them is in the vocabulary as something else.
     """
+    if not names:
+        return
     roles = {f"{name}_token": new_token(name) for name in names if name in ROLES}
     others = [new_token(name) for name in names if name not in ROLES]
     known = {role: getattr(tokenizer, role) for role in roles} | {

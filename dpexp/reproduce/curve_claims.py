@@ -12,7 +12,7 @@ from statistics import fmean
 from scipy import stats
 
 from dpexp.reproduce.documents import grouped
-from dpexp.reproduce.fillings import budget, described, measured, method
+from dpexp.reproduce.fillings import Filling, budget, described, measured, method
 from dpexp.reproduce.pairs import Choice, Finding, Pair, Side, agreeing, best_of_each, compared
 from dpexp.reproduce.records import Record, by_configuration
 from dpexp.reproduce.statistics import LEVEL, Comparison, compare
@@ -49,19 +49,27 @@ def adaptive_closes_the_gap(records: Sequence[Record]) -> Finding:
     return Finding(pairs, "" if noiseless else "the half with noise")
 
 
+def _grids(
+    records: Sequence[Record], name: str, most: float = math.inf
+) -> Iterator[tuple[Record, dict[float, Filling]]]:
+    """Yield the accuracies of configurations that differ in one setting alone, by its values up to ``most``: three or more."""
+    for own in grouped(
+        measured(records, "accuracy"), lambda filling: filling.record.without({name})
+    ).values():
+        grid = {value: f for f in own if (value := float(f.record.facts[name])) <= most}
+        if len(grid) >= 3:
+            yield own[0].record, grid
+
+
 def quantiles_matter_on_text_alone(records: Sequence[Record]) -> Finding:
     """He et al., Figure 5: accuracies at quantiles from 0.3 to 0.9 are close on images; on SST-2 0.9 beats the smallest one.
 
     Args:
         records: of one task and scale; a grid is of configurations that differ in nothing but the quantile.
     """
-    name = "clip.target_quantile"
     pairs = []
-    for own in grouped(measured(records, "accuracy"), lambda f: f.record.without({name})).values():
-        record, text = own[0].record, own[0].record.facts["task"] == "sst2"
-        grid = {float(f.record.facts[name]): f for f in own}
-        if len(grid) < 3:
-            continue
+    for record, grid in _grids(records, "clip.target_quantile"):
+        text = record.facts["task"] == "sst2"
         means = {q: filling.mean for q, filling in grid.items() if text or 0.3 <= q <= 0.9}
         if text:
             high, low = min(means, key=lambda q: abs(q - 0.9)), min(means)
@@ -81,14 +89,10 @@ def shares_for_quantiles_hardly_matter(records: Sequence[Record]) -> Finding:
     Args:
         records: of one task and scale; a grid is of configurations that differ in nothing but the share.
     """
-    name = "clip.quantile_budget"
     pairs = []
-    for own in grouped(measured(records, "accuracy"), lambda f: f.record.without({name})).values():
-        grid = {float(f.record.facts[name]): f for f in own if float(f.record.facts[name]) <= 0.2}
-        if len(grid) < 3:
-            continue
+    for record, grid in _grids(records, "clip.quantile_budget", most=0.2):
         high, low = (end(grid, key=lambda share: grid[share].mean) for end in (max, min))
-        what = f"{own[0].record.facts['task']}, {budget(own[0].record)}, {described(own[0].record)}"
+        what = f"{record.facts['task']}, {budget(record)}, {described(record)}"
         left, right = ((f"r = {share:g}", Choice(grid[share], len(grid))) for share in (high, low))
         pairs.append(compared(what, left, right, "close", MARGIN))
     return Finding(pairs, "accuracies up to r = 20%")
