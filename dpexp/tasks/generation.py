@@ -75,6 +75,7 @@ class Generation(Task):
                 "demonstration, with task.generation.shots): set it to target"
             )
         frame = make_frame(tokenizer, self.settings, max_length)
+        self.speakers = frame.speakers
         cache = cache_folder(data.cache)
         dropped: list[str] = []
         if task.drop_over is not None:
@@ -119,8 +120,8 @@ class Generation(Task):
     def build_network(self, model: ModelConfig, peft: PeftConfig, **given: Any) -> ModelBundle:
         """As any task; with `generation.speakers`, of a network that reads tokens as types."""
         bundle = super().build_network(model, peft, **given)
-        if (speakers := self.train.frame.speakers) is not None:
-            check_types(bundle.model, speakers.tokens.tolist())
+        if self.speakers is not None:
+            check_types(bundle.model, self.speakers.tokens.tolist())
         return bundle
 
     def collate(self, examples: list[Example]) -> dict[str, Tensor]:
@@ -147,8 +148,8 @@ class Generation(Task):
             positions[row, :count] = np.arange(start - 1, start - 1 + count)
             targets[row, :count] = target
         batch = {"input_ids": input_ids, "positions": positions, "targets": targets}
-        if (speakers := self.train.frame.speakers) is not None:
-            batch["token_type_ids"] = speakers.types(input_ids)
+        if self.speakers is not None:
+            batch["token_type_ids"] = self.speakers.types(input_ids)
         return {name: torch.from_numpy(array) for name, array in batch.items()}
 
     def losses(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
