@@ -27,6 +27,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
+from dpexp.benchmark.workloads import with_lora
 from dpexp.clipping import attach
 from dpexp.clipping.devices import device_groups
 from dpexp.parallel import Ranks, current
@@ -47,14 +48,25 @@ METHODS = {
     "fsdp": ("nonprivate", "layer", "flat"),
     "pipeline": ("nonprivate", "device", *(f"flat, {way}" for way in WAYS)),
 }
-# as many tokens in short and in long texts: what a norm costs is a question of their length
+# as many tokens in short and in long texts: what a norm costs is a question of their length; "lora": the rank of what alone is
+# trained, as He et al. train GPT-3
 _SMALL = {"n_layer": 4, "n_embd": 256, "n_head": 4, "vocab_size": 2048}
+_TINY = {
+    "n_layer": 4,
+    "n_embd": 16,
+    "n_head": 2,
+    "vocab_size": 50,
+    "length": 8,
+    "examples": 4,
+    "microbatch": 2,
+}
 SIZES = {
     "full": (
         _SMALL | {"length": 128, "examples": 16, "microbatch": 4},
         _SMALL | {"length": 512, "examples": 4, "microbatch": 1},
+        _SMALL | {"n_embd": 512, "n_head": 8, "length": 128, "examples": 16, "microbatch": 4, "lora": 8},
     ),
-    "tiny": ({"n_layer": 4, "n_embd": 16, "n_head": 2, "vocab_size": 50, "length": 8, "examples": 4, "microbatch": 2},),
+    "tiny": (_TINY, _TINY | {"lora": 2}),
 }  # fmt: skip
 CLIP_NORM, RATE = 0.1, 1e-3
 
@@ -65,15 +77,15 @@ def measure_ranks(
     """Start processes on this machine, let all ways take turns in them, and compare.
 
     Args:
-        size: a key of `SIZES`: GPT-2 with untied embeddings, all parameters trained, on texts of some lengths; ``examples`` of
-            each process.
+        size: a key of `SIZES`: GPT-2 with untied embeddings, all parameters trained or LoRA of some rank, on texts of some
+            lengths; ``examples`` of each process.
         rounds: turns of every way; the first one is not counted.
         steps: in a turn.
         processes: how many; as many stages in the pipeline.
         noise: noise multiplier; 0 leaves the noise out.
 
     Returns:
-        A row for each length of a text, runtime and way: median seconds of a step (wall, and of the processor, the slowest
+        A row for each size, runtime and way: median seconds of a step (wall, and of the processor, the slowest
         process), those of its noise, the median ratios to the way without privacy, and the bytes that all processes hand to
         others in a step, by kind.
     """
@@ -232,7 +244,7 @@ def _measure(
         rows.append(
             {
                 "runtime": runtime, "method": method, "length": size["length"], "processes": ranks.size,
-                "parameters": sum(p.numel() for p in _model(size).parameters()),
+                "parameters": sum(p.numel() for p in _model(size).parameters()), "lora": size.get("lora", 0),
                 "wall_s": wall, "cpu_s": cpu, "noise_s": noise_s, "wall_ratio": ratios[0], "cpu_ratio": ratios[1],
                 "bytes": sent, "load_average": os.getloadavg()[0],
             }
@@ -289,12 +301,13 @@ def _model(size: dict[str, int]) -> nn.Module:
     shape = {name: size[name] for name in ("n_layer", "n_embd", "n_head", "vocab_size")}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return GPT2LMHeadModel(
+        model = GPT2LMHeadModel(
             GPT2Config(
                 **shape, n_positions=size["length"], resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False,
                 tie_word_embeddings=False, bos_token_id=0, eos_token_id=0,
             )
-        ).train()  # fmt: skip
+        )  # fmt: skip
+        return (with_lora(model, size["lora"]) if "lora" in size else model).train()
 
 
 def _losses(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:

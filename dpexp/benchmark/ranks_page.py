@@ -9,13 +9,24 @@ from rich.table import Table
 
 from dpexp.complexity.pipeline import WAYS, Assumptions, cost
 from dpexp.durable import write_atomic
-from dpexp.reproduce.drawing import draw
+from dpexp.reproduce.documents import grouped
+from dpexp.reproduce.drawing import COLOURS, draw
+
+
+def _trained(row: dict[str, Any]) -> str:
+    return f"LoRA {row['lora']}" if row["lora"] else "all"
+
+
+def _case(row: dict[str, Any]) -> tuple[int, int]:
+    """Of model and texts, what differs between the sizes of one measurement."""
+    return row["length"], row["lora"]
 
 
 def ranks_table(rows: list[dict[str, Any]]) -> Table:
     """Show the rows of `measure_ranks` on a terminal."""
     table = Table(
         "tokens",
+        "trained",
         "runtime",
         "clipping",
         "step, s",
@@ -27,7 +38,7 @@ def ranks_table(rows: list[dict[str, Any]]) -> Table:
     for row in rows:
         sent = ", ".join(f"{kind} {count:,.0f}" for kind, count in row["bytes"].items())
         table.add_row(
-            str(row["length"]), row["runtime"], row["method"], f"{row['wall_s']:.4g}", f"{row['noise_s']:.3g}",
+            str(row["length"]), _trained(row), row["runtime"], row["method"], f"{row['wall_s']:.4g}", f"{row['noise_s']:.3g}",
             f"{row['wall_ratio']:.3f}", f"{row['cpu_ratio']:.3f}", sent,
         )  # fmt: skip
     return table
@@ -42,27 +53,27 @@ def write_ranks(rows: list[dict[str, Any]], out: Path) -> None:
 
 def ranks_page(rows: list[dict[str, Any]]) -> str:
     """Say in Markdown what `measure_ranks` found."""
-    first = rows[0]
+    models = dict.fromkeys(f"{row['parameters']:,} parameters ({_trained(row)} trained)" for row in rows)
     lines = [
         "# What privacy costs over processes",
         "",
-        f"Made by `python -m dpexp.bench bench=ranks`: GPT-2 of {first['parameters']:,} parameters, all trained, on "
-        f"{first['processes']} processes of one core each. A step is forward, backward, clipping, sums over processes, noise and "
-        "SGD. Ratios are to the same runtime without privacy (each process alone with its share, DistributedDataParallel, "
-        "`fully_shard`, a 1F1B pipeline) on texts of the same length, medians of turns. The processor's time is that of the "
-        "slowest process; other programs disturb it least. Bytes are what all processes hand to others in one step.",
+        f"Made by `python -m dpexp.bench bench=ranks`: GPT-2 of {' and of '.join(models)}, on {rows[0]['processes']} processes "
+        "of one core each. A step is forward, backward, clipping, sums over processes, noise and SGD. Ratios are to the same "
+        "runtime without privacy (each process alone with its share, DistributedDataParallel, `fully_shard`, a 1F1B pipeline) on "
+        "the same model and texts, medians of turns. The processor's time is that of the slowest process; other programs disturb "
+        "it least. Bytes are what all processes hand to others in one step.",
         "",
-        "| tokens in a text | runtime | clipping | step, s | noise, s | wall time ratio | without noise | processor time ratio | "
-        "bytes in a step |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| tokens in a text | trained | runtime | clipping | step, s | noise, s | wall time ratio | without noise | processor "
+        "time ratio | bytes in a step |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
-    bases = {(row["length"], row["runtime"]): row for row in rows if row["method"] == "nonprivate"}
+    bases = {(_case(row), row["runtime"]): row for row in rows if row["method"] == "nonprivate"}
     for row in rows:
         sent = ", ".join(f"{kind} {count:,}" for kind, count in row["bytes"].items())
-        bare = (row["wall_s"] - row["noise_s"]) / bases[row["length"], row["runtime"]]["wall_s"]
+        bare = (row["wall_s"] - row["noise_s"]) / bases[_case(row), row["runtime"]]["wall_s"]
         lines.append(
-            f"| {row['length']} | {row['runtime']} | {row['method']} | {row['wall_s']:.3f} | {row['noise_s']:.3f} | "
-            f"{row['wall_ratio']:.3f} | {bare:.3f} | {row['cpu_ratio']:.3f} | {sent} |"
+            f"| {row['length']} | {_trained(row)} | {row['runtime']} | {row['method']} | {row['wall_s']:.3f} | "
+            f"{row['noise_s']:.3f} | {row['wall_ratio']:.3f} | {bare:.3f} | {row['cpu_ratio']:.3f} | {sent} |"
         )
     loads = max(row["load_average"] for row in rows)
     lines += [
@@ -83,19 +94,18 @@ def ranks_plot(rows: list[dict[str, Any]]) -> str:
 
     def plot(axes: Any) -> None:
         left, right = axes
-        lengths = sorted({row["length"] for row in private})
-        for length, color, shift in zip(lengths, ("#0072B2", "#E69F00"), (0.2, -0.2), strict=False):
-            some = [row for row in private if row["length"] == length][::-1]
-            places = [place + (shift if len(lengths) > 1 else 0.0) for place in range(len(some))]
-            height = 0.4 if len(lengths) > 1 else 0.8
+        cases = grouped(private, _case).values()
+        height = 0.8 / len(cases)
+        for number, (some, color) in enumerate(zip(cases, COLOURS, strict=False)):
+            places = [place + height * ((len(cases) - 1) / 2 - number) for place in range(len(some))]
             left.barh(
                 places,
-                [row["cpu_ratio"] for row in some],
+                [row["cpu_ratio"] for row in some[::-1]],
                 height,
                 color=color,
-                label=f"texts of {length} tokens",
+                label=f"texts of {some[0]['length']} tokens, {_trained(some[0])} trained",
             )
-            left.set_yticks(range(len(some)), [f"{row['runtime']}: {row['method']}" for row in some])
+            left.set_yticks(range(len(some)), [f"{row['runtime']}: {row['method']}" for row in some[::-1]])
         left.legend()
         left.axvline(1.0, color="0.3", linewidth=0.8)
         left.set_xlabel("processor time of a step, relative to no privacy")

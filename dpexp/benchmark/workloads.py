@@ -84,7 +84,7 @@ def gpt2(
                 bos_token_id=0, eos_token_id=0,
             )
         )  # fmt: skip
-        return _with_lora(network, rank) if rank else network
+        return with_lora(network, rank) if rank else network
 
     def lean(network: Any, batch: Batch) -> Tensor:
         every = {"positions": batch["position_ids"], "targets": batch["labels"]}
@@ -111,7 +111,8 @@ def _language(model: Callable[[], nn.Module], vocabulary: int, length: int, posi
     return Parts(model, batch, losses)
 
 
-def _with_lora(network: Any, rank: int) -> nn.Module:
+def with_lora(network: Any, rank: int) -> nn.Module:
+    """Wrap GPT-2 by PEFT: LoRA of its joint maps to queries, keys and values, away from its start at zero."""
     from peft import LoraConfig, get_peft_model
 
     wrapped = get_peft_model(

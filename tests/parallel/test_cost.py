@@ -14,7 +14,12 @@ pytestmark = needs_torch(2, 15)
 
 
 def measured(ranks: Ranks):
-    return [row for runtime in METHODS for row in _measure(ranks, runtime, SIZES["tiny"][0], 1, 1, 1.0)]
+    return [
+        row
+        for size in SIZES["tiny"]
+        for runtime in METHODS
+        for row in _measure(ranks, runtime, size, 1, 1, 1.0)
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -22,13 +27,18 @@ def rows(tmp_path_factory):
     return run_ranks(2, tmp_path_factory.mktemp("ranks"), measured)[0]
 
 
-def test_clipping_by_layer_or_device_sends_nothing_more(rows):
+@pytest.mark.parametrize("lora", [0, 2])
+def test_clipping_by_layer_or_device_sends_nothing_more(rows, lora):
+    rows = [row for row in rows if row["lora"] == lora]
     sent = {(row["runtime"], row["method"]): row["bytes"] for row in rows}
     assert not any(sent["alone", method] for method in METHODS["alone"])
-    parameters, groups = rows[0]["parameters"], SIZES["tiny"][0]["n_layer"] + 1
+    size = SIZES["tiny"][0]
+    layers, width = size["n_layer"], size["n_embd"]
+    # of each map to queries, keys and values: down from the width, and up to three times the width
+    trained, groups = layers * lora * 4 * width if lora else rows[0]["parameters"], layers + 1
     for method in METHODS["ddp"]:
-        # each process gives the sums of all parameters, in float32
-        assert sent["ddp", method] == {"sums": 2 * 4 * parameters}
+        # each process gives the sums of all that is trained, in float32
+        assert sent["ddp", method] == {"sums": 2 * 4 * trained}
     plain = sent["fsdp", "nonprivate"]
     for method in ("layer", "flat"):
         # one number for each module that is sharded, and seven for all
@@ -37,7 +47,6 @@ def test_clipping_by_layer_or_device_sends_nothing_more(rows):
     assert plain["activations"] == plain["gradients"] > 0
     assert sent["pipeline", "device"] == plain
     for way in WAYS:
-        size = SIZES["tiny"][0]
         found = dict(sent["pipeline", f"flat, {way}"])
         assert found.pop("norms") == 2 * 8 * 2 * size["examples"]
         assert (found.pop("parked", 0) > 0) == (way == "offload")
@@ -47,7 +56,8 @@ def test_clipping_by_layer_or_device_sends_nothing_more(rows):
 def test_page_and_plot_show_every_way(rows):
     page, plot = ranks_page(rows), ranks_plot(rows)
     for row in rows:
-        assert f"| {row['length']} | {row['runtime']} | {row['method']} |" in page
+        trained = "LoRA 2" if row["lora"] else "all"
+        assert f"| {row['length']} | {trained} | {row['runtime']} | {row['method']} |" in page
         if row["method"] != "nonprivate":
             assert f"{row['runtime']}: {row['method']}" in plot
             assert row["wall_ratio"] > 0 < row["cpu_ratio"]
