@@ -261,6 +261,15 @@ def test_jobs_that_differ_in_numbers_share_one_composition():
     assert [(run.seed, run.trials, run.optim.lr) for run in found] == [(1, 1, 0.5), (2, 3, 0.25)]
 
 
+def test_what_a_composition_leaves_out_changes_nothing_of_it(monkeypatch):
+    composing.register("train", RunConfig)
+    asked = "train", ("task=sst2", "clip=flat", "scale=small"), RunConfig, 0
+    quick = composing._chosen.__wrapped__(*asked)
+    monkeypatch.setattr(composing.hydras_defaults, "_create_interpolation_map", composing._every_choice)
+    monkeypatch.delattr(composing.ConfigStore, "__deepcopy__")
+    assert composing._chosen.__wrapped__(*asked) == quick
+
+
 def test_the_prompt_that_the_documents_print_can_be_copied():
     (row,) = [
         line for line in OWN_PAGE.read_text(encoding="utf-8").splitlines() if "task=text_infilling" in line
