@@ -10,8 +10,9 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import IO, NoReturn
+from typing import IO, Any, NoReturn
 
 
 def called(
@@ -37,6 +38,14 @@ def called(
         status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         printed = [stream.read() for stream in (out, err) if stream.seek(0) == 0]
     return subprocess.CompletedProcess([str(what), *words], status, *printed)
+
+
+def in_background(*arguments: Any, **named: Any) -> Future[subprocess.CompletedProcess[str]]:
+    """`called`, which goes on while the test does something else."""
+    pool = ThreadPoolExecutor(1)
+    future = pool.submit(called, *arguments, **named)
+    pool.shutdown(wait=False)
+    return future
 
 
 def _call(

@@ -19,6 +19,7 @@ from torch import nn
 
 from dpexp import native
 from dpexp.clipping import attach
+from dpexp.clipping.choice import Methods
 from dpexp.clipping.gradients import Conv, Geometry
 from dpexp.errors import UserError
 from dpexp.privacy.noise import KeyedGenerator, add_gaussian_
@@ -93,6 +94,16 @@ def test_noise_is_that_of_the_published_cipher_in_every_build(flags: list[str], 
     )
     digest = hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in drawn)).hexdigest()
     assert digest[:16] == NOISE
+
+
+def test_a_remembered_choice_of_kernels_that_are_gone_is_made_again(without_kernels):
+    geometry = Geometry((2, 2), (0, 0), (1, 1), 1, False, ())
+    conv = Conv(torch.randn(4, 16, 13, 13), torch.randn(4, 32, 5, 5), (32, 16, 4, 4), geometry, 4)
+    methods = Methods(1 << 30)
+    methods.choose(conv, "measured")
+    assert methods.measured
+    methods.load_state({"choices": dict.fromkeys(methods.measured, "cores")})
+    assert methods.choose(conv, "measured") in conv.methods()
 
 
 @needs_kernels

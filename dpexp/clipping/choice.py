@@ -173,7 +173,8 @@ class Methods:
             return methods[0]
         # as text, which can be written to a file
         key = repr((*(_coarse(part) for part in per_example.signature()), fused))
-        if key not in self.measured:
+        # what is remembered may be of kernels that are not there any more
+        if self.measured.get(key) not in per_example.methods():
             self.measured[key] = fastest(per_example, methods, fused)
             give_back_freed_memory()
         return self.measured[key]

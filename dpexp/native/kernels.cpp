@@ -1,8 +1,11 @@
 // Three things that torch has no fast way for on a CPU: discrete Gaussian noise from a cipher, the weight gradient of a convolution
 // for every example, the examples spread over the cores, and the checksum of the sums of a step. Optional: everything works without this file, see __init__.py.
 
-#include <ATen/ATen.h>
+// not all of ATen, which takes longer to read than the rest to compile
 #include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/convolution_backward.h>
+#include <ATen/ops/empty.h>
 #include <torch/library.h>
 
 #include <algorithm>

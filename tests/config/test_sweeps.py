@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from functools import partial
@@ -20,10 +19,12 @@ from dpexp.config import compose, run_folder, sweeps
 from dpexp.durable import read_json, write_json
 from dpexp.errors import UserError
 from dpexp.training import release
-from tests.commands import called
+from tests.commands import called, in_background
 from tests.parallel import slurm
 
 ROOT = Path(__file__).parents[2]
+# by which a process that a launcher starts finds dpexp
+FOUND = {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
 SCRIPT = """
 import os, signal, time
 from dpexp.config import RunConfig, hydra_entry
@@ -264,10 +265,7 @@ def test_a_job_of_several_tasks_is_one_run_of_several_processes(tmp_path):
         "optim.batch_size=24", "runtime=ddp", "runtime.threads=1", "runtime.physical_batch_size=8", "runtime.runs_dir=runs",
         "hydra.sweep.dir=grid", "hydra/launcher=local_ranks", "-m",
     ]  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, "-m", "dpexp.train", *settings], cwd=tmp_path, capture_output=True, text=True, timeout=600,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
-    )  # fmt: skip
+    done = called("dpexp.train", *settings, cwd=tmp_path, before=partial(os.environ.update, FOUND))
     assert done.returncode == 0, done.stderr[-2000:]
     # where it began, and where it ended
     assert len((tmp_path / "grid" / sweeps.FILE).read_text().splitlines()) == 2
@@ -285,16 +283,16 @@ def test_a_job_of_slurm_goes_on_where_it_was_when_its_time_is_over(tmp_path):
         "runtime.checkpoint_every=10", "hydra.sweep.dir=grid", "hydra/launcher=slurm_nodes", "hydra.launcher.partition=any",
         "hydra.launcher.tasks_per_node=2", "hydra.launcher.gpus_per_node=null", "-m",
     ]  # fmt: skip
-    paths = {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    given = os.environ | slurm.install(tmp_path / "slurm") | paths
-    sweep = subprocess.Popen([sys.executable, "-m", "dpexp.train", *settings], cwd=tmp_path, env=given)
+    given = slurm.install(tmp_path / "slurm") | FOUND
+    sweep = in_background("dpexp.train", *settings, cwd=tmp_path, before=partial(os.environ.update, given))
     for number, least in ((signal.SIGTERM, 8), (signal.SIGUSR2, 20)):
         while sum(map(charged, (tmp_path / "runs").glob("*/*/seed0"))) < least:
-            assert sweep.poll() is None
+            assert not sweep.done()
             time.sleep(0.05)
         for pid in (tmp_path / "slurm" / "101.pids").read_text().split():
             os.kill(int(pid), number)
-    assert sweep.wait(timeout=600) == 0
+    done = sweep.result(timeout=600)
+    assert done.returncode == 0, done.stderr[-2000:]
     assert (tmp_path / "slurm" / "101.turns").read_text() == "2"
     assert "'requeue': ''" in (tmp_path / "slurm" / "101.job").read_text()
     (folder,) = (tmp_path / "runs").glob("*/*/seed0")

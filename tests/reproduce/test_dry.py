@@ -47,10 +47,15 @@ def kind(run: RunConfig) -> tuple[str, ...]:
 @pytest.mark.slow
 def test_every_kind_of_run_that_a_table_asks_for_takes_a_step():
     asked = [compose(command) for command in sorted(commands())]
-    cheap_first = sorted(asked, key=lambda run: run.model.family == "wide_resnet")
-    kinds = {kind(run): run for run in reversed(cheap_first)}
+    cheap_last = sorted(asked, key=lambda run: run.model.family != "wide_resnet")
+    kinds = {kind(run): run for run in cheap_last}
     assert len(kinds) >= 20
     for run in kinds.values():
+        if run.model.family == "wide_resnet":
+            # layers of the same kinds
+            run = replace(
+                run, model=replace(run.model, config={**run.model.config, "depth": 10, "widening": 1})
+            )
         assert dry.one_step(run).startswith("taken with")
     nowhere = [replace(run, data=replace(run.data, root=None, source="files")) for run in asked]
     assert all(dry.whereabouts(run).startswith("missing: ") for run in nowhere)
