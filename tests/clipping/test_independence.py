@@ -891,3 +891,24 @@ def test_losses_of_a_forward_that_was_back_propagated_are_refused(engine: str, o
     with pytest.raises(UserError, match="call backward once for each forward"):
         clipper.backward(out.sin().sum(1) if other else out.square().sum(1))
     assert torch.equal(before, model.first.weight.grad)
+
+
+class TwoInputs(nn.Module):
+    """A vector and a picture of each example."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(D, 3), nn.Linear(D, 3)
+
+    def forward(self, vectors: Tensor, pictures: Tensor) -> tuple[Tensor, Tensor]:
+        seen = self.last(pictures).mean(1)
+        return self.first(vectors), seen - seen.detach().mean(0)
+
+
+@pytest.mark.parametrize("examples", [2, 3])
+def test_as_many_examples_as_channels_do_not_make_a_picture_one_that_all_share(examples: int) -> None:
+    model = TwoInputs()
+    clipper = attach(model)
+    first, last = model(x(examples, D), x(examples, 3, D))
+    with pytest.raises(UserError, match="mixes examples"):
+        clipper.backward((first + last).square().sum(1))

@@ -154,7 +154,7 @@ class Batches:
             parts = [self._options(part) for _, part in self._parts()]
             likely = (r for r in _likeliest(parts) if any(axis is not None for axis in r))
             for reading in islice(likely, READINGS):
-                shared = any(axes == (0, None) and a is None for axes, a in zip(parts, reading, strict=True))
+                shared = any(0 in axes and a is None for axes, a in zip(parts, reading, strict=True))
                 if shared != sure:
                     # the tensors that something holds are taken for what they seem to be where it cannot be taken apart
                     yield reading, sure and self._whole
