@@ -16,6 +16,11 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from dpexp.clipping.sharding import is_shard
 from dpexp.errors import UserError
 
+STRIDED = (
+    "a nested tensor of the strided layout, which enters the model or meets a parameter of it, has no shape by which rows could "
+    "be told apart: make it with torch.nested.nested_tensor(rows, layout=torch.jagged), which is clipped exactly, or pad the "
+    "rows and mask them"
+)
 BATCH_NORM = (
     "replace it by nn.GroupNorm(groups, channels); to keep the statistics of a public model as constants, call "
     ".eval() on it and set its track_running_stats=False"

@@ -833,3 +833,82 @@ def test_a_model_may_know_who_trains_it():
     clipper = attach(model)
     clipper.backward(model(torch.randn(B, D)).square().sum(1))
     assert clipper.notes == []
+
+
+class HooksItself(nn.Module):
+    """Adds its hook when it first runs, and notes that it has, as models of transformers do to return hidden states."""
+
+    hooked = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.states = nn.Linear(D, D), []
+
+    def forward(self, h: Tensor) -> Tensor:
+        if not self.hooked:
+            self.inner.register_forward_hook(lambda module, args, output: self.states.append(output))
+            self.hooked = True
+        self.states = []
+        self.inner(h)
+        return torch.stack(self.states).sum(0)
+
+
+def test_hooks_that_a_forward_adds_are_not_added_again() -> None:
+    model = Net(HooksItself())
+    for _ in range(2):
+        step(model, x()).detach()
+    assert len(model.between.states) == len(model.between.inner._forward_hooks) == 1
+
+
+class Pairs(nn.Module):
+    """Returns two vectors of each example, and their products with those of all others, as CLIP does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(D, 3), nn.Linear(D, 3)
+
+    def forward(self, a: Tensor) -> Any:
+        first, last = self.first(a), self.last(a)
+        return {"all": first @ last.T, "first": first, "last": last}
+
+
+def test_where_the_losses_do_not_use_what_compares_examples_the_way_out_is_to_leave_it_out() -> None:
+    model = Pairs()
+    clipper = attach(model)
+    found = model(x())
+    with pytest.raises(UserError, match="let the model return what they use"):
+        clipper.backward((found["first"] * found["last"]).sum(1))
+
+
+@pytest.mark.parametrize("other", [False, True])
+@pytest.mark.parametrize("engine", ["auto", "ghost", "loop"])
+def test_losses_of_a_forward_that_was_back_propagated_are_refused(engine: str, other: bool) -> None:
+    model = Net(lambda h: h)
+    clipper = attach(model, engine=engine)
+    out = model(x())
+    clipper.backward(out.square().sum(1))
+    before = model.first.weight.grad.clone()
+    with pytest.raises(UserError, match="call backward once for each forward"):
+        clipper.backward(out.sin().sum(1) if other else out.square().sum(1))
+    assert torch.equal(before, model.first.weight.grad)
+
+
+class TwoInputs(nn.Module):
+    """A vector and a picture of each example."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(D, 3), nn.Linear(D, 3)
+
+    def forward(self, vectors: Tensor, pictures: Tensor) -> tuple[Tensor, Tensor]:
+        seen = self.last(pictures).mean(1)
+        return self.first(vectors), seen - seen.detach().mean(0)
+
+
+@pytest.mark.parametrize("examples", [2, 3])
+def test_as_many_examples_as_channels_do_not_make_a_picture_one_that_all_share(examples: int) -> None:
+    model = TwoInputs()
+    clipper = attach(model)
+    first, last = model(x(examples, D), x(examples, 3, D))
+    with pytest.raises(UserError, match="mixes examples"):
+        clipper.backward((first + last).square().sum(1))

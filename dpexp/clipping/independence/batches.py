@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from dpexp.clipping.independence.arguments import Inputs, changed, leaves
-from dpexp.clipping.independence.end_to_end import Ends, ends_of
+from dpexp.clipping.independence.end_to_end import Bundle, Ends, bundled, ends_of
 from dpexp.clipping.survey.layouts import fixed_order
 from dpexp.clipping.tapping.dataflow import entered
 
@@ -89,6 +89,8 @@ class Batches:
         self.total = arrangement.examples * arrangement.times
         # which lists of as many tensors as there are examples have one of each; None: all but those that are as wide as long
         self._one_each: bool | None = None
+        # whether what can be taken apart is looked at as a whole, or as the tensors that it holds
+        self._whole = True
         self.ends = ends_of(self._parts(), self.total)
 
     def variants(self, decides: bool = False) -> list[Variant]:
@@ -144,22 +146,25 @@ class Batches:
     def readings(self) -> Iterator[tuple[Reading, bool]]:
         """Yield readings of the inputs, the likeliest first, and whether the shapes themselves suggest them."""
         lists = (None, True, False) if any(map(self._may_be_list, self._containers())) else (None,)
-        for sure, one_each, bags in product((True, False), lists, (False, True)[: 1 + self.bags]):
+        wholes = (True, False) if any(self._is_bundle(part) for _, part in self._parts()) else (True,)
+        kinds = product((True, False), wholes, lists, (False, True)[: 1 + self.bags])
+        for sure, self._whole, one_each, bags in kinds:
             self._one_each = one_each
             self.ends = ends_of(self._parts(), self.total, bags)
             parts = [self._options(part) for _, part in self._parts()]
             likely = (r for r in _likeliest(parts) if any(axis is not None for axis in r))
             for reading in islice(likely, READINGS):
-                shared = any(axes == (0, None) and a is None for axes, a in zip(parts, reading, strict=True))
+                shared = any(0 in axes and a is None for axes, a in zip(parts, reading, strict=True))
                 if shared != sure:
-                    yield reading, sure
+                    # the tensors that something holds are taken for what they seem to be where it cannot be taken apart
+                    yield reading, sure and self._whole
 
     def _containers(self) -> list[Any]:
         """The lists among the inputs that may have a tensor of each example, and all other leaves."""
         return tree_leaves(self.inputs, is_leaf=self._may_be_list)
 
     def _parts(self) -> list[tuple[str, Any]]:
-        return leaves(self.inputs, self._is_list, self.names)
+        return leaves(self.inputs, self._is_leaf, self.names)
 
     @property
     def ambiguous(self) -> bool:
@@ -192,16 +197,19 @@ class Batches:
                 return part
             if isinstance(part, int):
                 return len(places)
+            if isinstance(axis, Bundle):
+                chosen = zip([axis.examples[i] for i in places], scaled, strict=True)
+                return axis.together([_larger(each, scale) if other else each for each, other in chosen])
+            if isinstance(axis, Ends) and part is axis.told:
+                return axis.told_of(places)
             if not isinstance(part, Tensor):
                 return type(part)(part[i] for i in places)
-            chosen, changes = torch.tensor(places, device="cpu"), torch.tensor(scaled, device="cpu")
+            picked, changes = torch.tensor(places, device="cpu"), torch.tensor(scaled, device="cpu")
             if not isinstance(axis, Ends):
-                return rows_of(part, axis, chosen, changes, scale)
-            if part is axis.told:
-                return axis.told_of(places)
+                return rows_of(part, axis, picked, changes, scale)
             return rows_of(part, 0, axis.rows(places), changes.repeat_interleave(axis.sizes[places]), scale)
 
-        return changed(self.inputs, take, self._is_list, self.names)
+        return changed(self.inputs, take, self._is_leaf, self.names)
 
     def _options(self, part: Any) -> tuple[int | Ends | None, ...]:
         """The dimensions that may be the batch, or ways to lie end to end, the likeliest first."""
@@ -221,9 +229,15 @@ class Batches:
     def _possible(self, part: Any) -> tuple[int, ...]:
         if self._is_list(part) or (type(part) is int and part == self.total and self.ends):
             return (0,)
-        if not isinstance(part, Tensor):
+        if not isinstance(part, Tensor) or part.is_nested:
             return ()
         return tuple(axis for axis in (0, 1) if part.dim() > axis and part.shape[axis] == self.total)
+
+    def _is_leaf(self, value: Any) -> bool:
+        return self._is_list(value) or self._is_bundle(value)
+
+    def _is_bundle(self, value: Any) -> bool:
+        return self._whole and bundled(value) == self.total
 
     def _is_list(self, value: Any) -> bool:
         """Whether a list has one entry for each row."""
@@ -279,8 +293,9 @@ def arrangements(inputs: Inputs, usual: Arrangement, in_parts: bool = False) -> 
     behind = {t.shape[1] for t in tensors if t.dim() > 2 or (t.dim() == 2 and not t.is_floating_point())}
     # or be the tensors of a list
     listed = {shape[0] for shape in shapes[:lists]}
+    whole = {bundled(part) for _, part in leaves(inputs, lambda value: bundled(value) > 0)}
     if (
-        rows in found | second | listed
+        rows in found | second | listed | whole
         or not found
         or (rows > 1 and any(n and n % rows == 0 for n in behind))
     ):
@@ -300,6 +315,15 @@ def rows_of(part: Tensor, axis: int, chosen: Tensor, changes: Tensor, scale: flo
         factor = torch.where(changes, scale, 1.0)
         taken = taken * factor.to(part).reshape([-1 if d == axis else 1 for d in range(part.dim())])
     return taken
+
+
+def _larger(example: Any, scale: float) -> Any:
+    """Return an example with its floating-point numbers that are no mask times ``scale``."""
+
+    def change(name: str, part: Any) -> Any:
+        return part * scale if _is_real(part) and not _is_mask(part) else part
+
+    return changed(((example,), {}), change)[0][0]
 
 
 def _is_real(part: Any) -> bool:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence, pack_sequence, unpack_sequence
 
 # in the names of vectors that say where the rows of each example begin
 POINTERS = ("offset", "ptr", "cu_")
@@ -25,13 +27,13 @@ class Ends:
         total: how many rows there are.
     """
 
-    def __init__(self, sizes: Tensor, told: Tensor | None = None, within: Tensor | None = None):
+    def __init__(self, sizes: Tensor, told: Any = None, within: Tensor | None = None):
         self.sizes, self.told, self.within = sizes.cpu(), told, within
         self.starts, self.total = self.sizes.cumsum(0) - self.sizes, int(sizes.sum())
 
     def cuts(self, part: Any) -> bool:
         """Whether the rows of a tensor may lie so."""
-        if not isinstance(part, Tensor) or not part.dim() or part is self.told:
+        if not isinstance(part, Tensor) or part.is_nested or not part.dim() or part is self.told:
             return part is self.told is not None
         return len(part) == self.total
 
@@ -87,6 +89,47 @@ class Stacked(Ends):
         return torch.stack([table.told_of(places) for table in self.tables])
 
 
+class Bundle(Ends):
+    """``told`` holds the examples themselves, and its own functions take it apart and put others together, see `bundled`."""
+
+    def __init__(self, told: Any):
+        self.examples: list[Any]
+        if isinstance(told, PackedSequence):
+            self.examples = unpack_sequence(told)
+        else:
+            self.examples = list(told.unbind() if isinstance(told, Tensor) else told.to_data_list())
+        # where the nodes of each graph lie; the steps of packed sequences lie in turn
+        sizes = [getattr(example, "num_nodes", 1) for example in self.examples]
+        super().__init__(torch.tensor(sizes, device="cpu"), told)
+
+    def together(self, chosen: list[Any]) -> Any:
+        """What holds these examples as ``told`` does its own."""
+        told: Any = self.told
+        if isinstance(told, PackedSequence):
+            return pack_sequence(chosen, enforce_sorted=told.sorted_indices is None and _falls(chosen))
+        if isinstance(told, Tensor):
+            return torch.nested.nested_tensor(chosen, layout=told.layout)
+        # of which of its parts a batch of graphs says whose rows they are
+        asked = [key.removesuffix("_batch") for key in list(told.keys()) if key.endswith("_batch")]
+        return type(told).from_data_list(chosen, follow_batch=asked)
+
+
+def bundled(value: Any) -> int:
+    """How many examples something holds that can be taken apart into them: packed sequences, a nested tensor with a jagged
+    dimension, a batch of graphs as PyTorch Geometric makes it; 0 for anything else.
+    """
+    if isinstance(value, PackedSequence):
+        return int(value.batch_sizes[0])
+    if isinstance(value, Tensor):
+        return value.size(0) if value.is_nested and value.layout == torch.jagged else 0
+    apart = hasattr(value, "to_data_list") and hasattr(type(value), "from_data_list")
+    return int(getattr(value, "num_graphs", 0)) if apart else 0
+
+
+def _falls(sequences: Sequence[Tensor]) -> bool:
+    return all(len(a) >= len(b) for a, b in pairwise(sequences))
+
+
 def ends_of(parts: Sequence[tuple[str, Any]], count: int, bags: bool = False) -> list[Ends]:
     """Find the tensors that say where the rows of ``count`` examples lie, by name and by their numbers.
 
@@ -99,9 +142,9 @@ def ends_of(parts: Sequence[tuple[str, Any]], count: int, bags: bool = False) ->
     named = [
         (name.lower(), part)
         for name, part in parts
-        if isinstance(part, Tensor) and part.dim() and (bags or len(part))
+        if isinstance(part, Tensor) and not part.is_nested and part.dim() and (bags or len(part))
     ]
-    found: list[Ends] = []
+    found: list[Ends] = [Bundle(part) for _, part in parts if bundled(part) == count]
     if bags:
         begins = _begins(named, count)
         named = [own for own in named if not any(own[1] is part for _, part in begins)]

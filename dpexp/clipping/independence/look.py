@@ -41,6 +41,10 @@ WAY = (
     "attention that goes by the batch. Compute it for each example alone, or freeze it before training, on public data. (An "
     "input that all examples share, and that has as many rows as the batch, looks like this too: use another batch size)"
 )
+UNUSED = (
+    "The losses take no gradient from the output that differs: if they do not use it at all, let the model return what they use, "
+    "and nothing that compares examples, as CLIP's logits of all pairs do. "
+)
 WRITTEN = (
     "its forward writes what depends on the batch into the {kind} {what!r} (running statistics, an observer's range, a cache). "
     "That is no noisy sum, and reaches later steps, checkpoints and exports as it is. Freeze it before training, on public data "
@@ -207,7 +211,7 @@ class Look:
                 continue
             if any(verdicts.values()):
                 runs = [self.replay.inputs] * len(here), here
-                return [Difference(variant.when, WAY, runs, differs)]
+                return [Difference(variant.when, self._way(verdicts), runs, differs)]
             self._compare_buffers(results[2], resized)
             if not resized and variant.first is None:
                 others = set(range(self.examples)) - {j for _, j in variant.same}
@@ -218,6 +222,12 @@ class Look:
         # what no batch changes is no output of examples, such as a table of the model's
         self.seen |= constant
         return []
+
+    def _way(self, verdicts: Mapping[int, bool | None]) -> str:
+        """What to do about outputs that differ, of which the losses may use none."""
+        different = {leaf for leaf, verdict in verdicts.items() if verdict}
+        unused = different <= self.replay.ends.keys() - self.replay.used and bool(self.replay.used)
+        return UNUSED + WAY if unused else WAY
 
     def _results(
         self, batches: list[Inputs]

@@ -33,6 +33,10 @@ from dpexp.clipping.tapping.roots import NodeKey, Roots, node_key
 
 # every module has these; children and buffers are treated by name, and parameters are never copied
 COMMON = frozenset(nn.Module().__dict__) - {"training"}
+# a forward may add hooks to these tables when it first runs, and a mark that it has, as those of transformers do
+HOOKS = tuple(
+    key for key, value in nn.Module().__dict__.items() if isinstance(value, dict) and "hooks" in key
+)
 NO_STATE = (type, FunctionType, MethodType, ModuleType, torch.Generator)
 # the keyword under which what entered an earlier forward stands beside what enters this one
 EARLIER = "_dpexp_earlier"
@@ -267,7 +271,7 @@ def _place_of_numpy() -> int:
 
 
 class State:
-    """Copies of all that a forward of a model may write to: buffers, attributes, the table of children."""
+    """Copies of all that a forward of a model may write to: buffers, attributes, the tables of children and of hooks."""
 
     def __init__(self, model: nn.Module):
         self._copy = _Copier()
@@ -294,8 +298,9 @@ class State:
         try:
             for module, saved in self._saved.items():
                 kept = {k: v for k, v in module.__dict__.items() if _is_common(k)}
+                own = {key: copy(value) if key in HOOKS else fresh(value) for key, value in saved.items()}
                 module.__dict__.clear()
-                module.__dict__.update(kept | {key: fresh(value) for key, value in saved.items()})
+                module.__dict__.update(kept | own)
             yield
         finally:
             for module, values in before:
@@ -317,7 +322,8 @@ class _Copier:
 
     def everything(self, module: nn.Module) -> dict[str, Any]:
         own = {key: self(value) for key, value in module.__dict__.items() if not _is_common(key)}
-        return own | {"_buffers": self(module._buffers), "_modules": dict(module._modules)}
+        hooks = {key: copy(module.__dict__[key]) for key in HOOKS}
+        return own | hooks | {"_buffers": self(module._buffers), "_modules": dict(module._modules)}
 
     def __call__(self, value: Any, depth: int = 0) -> Any:
         if id(value) in self._known:

@@ -20,7 +20,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from dpexp.clipping.refusals import refuse_lookup
+from dpexp.clipping.refusals import STRIDED, refuse_lookup
+from dpexp.errors import UserError
 
 T = TypeVar("T")
 CUT = (
@@ -431,8 +432,14 @@ class Entered(NamedTuple):
 
 
 def entered(value: Any) -> Entered:
-    """Look at the arguments of a forward pass."""
+    """Look at the arguments of a forward pass.
+
+    Raises:
+        UserError: nested tensors of the strided layout.
+    """
     tensors = tensors_in(value)
+    if any(tensor.is_nested and tensor.layout == torch.strided for tensor in tensors):
+        raise UserError(STRIDED)
     lists = [leaf for leaf in tree_leaves(value, is_leaf=_is_list) if _is_list(leaf)]
     shapes = [tensor.shape[:2] for tensor in tensors if tensor.dim()]
     lengths = [torch.Size([len(items)]) for items in lists]

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 
+from dpexp.clipping.refusals import STRIDED
 from dpexp.clipping.tapping import copies, meeting
 from dpexp.clipping.tapping.dataflow import KINDS, in_place, uncompiled
 from dpexp.clipping.tapping.meeting import DERIVE, NATIVE, SHARED, USE
@@ -32,10 +33,6 @@ HOOKS = (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_
 SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 # attributes that the followed value, which autograd knows as a view of the parameter, does not have itself
 OF_THE_PARAMETER = frozenset({"is_leaf", "grad", "grad_fn"})
-NESTED = (
-    "a nested tensor of the strided layout meets a parameter of the model, and has no shape by which rows could be told apart: "
-    "make it with torch.nested.nested_tensor(rows, layout=torch.jagged), which is clipped exactly, or pad the rows and mask them"
-)
 
 
 class Followed(torch.Tensor):
@@ -184,7 +181,7 @@ def _role(recorder: Recorder, others: Sequence[Tensor]) -> str:
         )
 
     if any(t.is_nested and t.layout == torch.strided for t in others):
-        raise UserError(NESTED)
+        raise UserError(STRIDED)
     digits = "".join("1" if of_batch(t) else "0" for t in others)
     return USE + digits if "1" in digits else DERIVE
 

@@ -32,9 +32,9 @@ REENTRANT = (
     "(transformers: gradient_checkpointing_kwargs={'use_reentrant': False})"
 )
 OUTSIDE = (
-    "was computed outside of the model's forward, while gradients were (reversible layers as Reformer's, reentrant "
-    "checkpointing), and no clipper sees whose gradient that is: let the model keep its activations, or checkpoint with "
-    "use_reentrant=False"
+    "was computed outside of the model's forward, while gradients were (reversible layers as Reformer's, adjoint "
+    "solvers as odeint_adjoint, reentrant checkpointing), and no clipper sees whose gradient that is: let the model keep its "
+    "activations (odeint), or checkpoint with use_reentrant=False"
 )
 SELECTIVE = (
     "selective activation checkpointing keeps what it saved for a single back-propagation, and a clipper needs several to prove "
@@ -46,6 +46,11 @@ NESTED = (
     "autograd for gradients: the solver of a fixed point), and no clipper sees what is made of it: give the inner function "
     "detached parameters (torch.func.functional_call(module, {name: p.detach() for name, p in module.named_parameters()}, z)), "
     "or back-propagate through the last iterations instead"
+)
+
+SPENT = (
+    "these losses, or others of the same forward, were back-propagated before, and what their graph held is freed: add the "
+    "losses of each example, and call backward once for each forward"
 )
 
 OnUse = Callable[[ForwardPass, Use, tuple[Tensor, ...], Tensor], None]
@@ -337,6 +342,8 @@ class Visit:
         except RuntimeError as error:
             if "Checkpointing is not compatible" in str(error):
                 raise UserError(REENTRANT) from error
+            if "Trying to backward through the graph a second time" in str(error):
+                raise UserError(SPENT) from error
             if "selective activation checkpoint" in str(error):
                 raise UserError(SELECTIVE) from error
             if isinstance(error, CheckpointError):
