@@ -860,6 +860,19 @@ def test_hooks_that_a_forward_adds_are_not_added_again() -> None:
     assert len(model.between.states) == len(model.between.inner._forward_hooks) == 1
 
 
+def test_a_hook_that_was_there_for_one_forward_is_not_replayed() -> None:
+    """It may hold what belongs to that batch alone: which position of each example goes on."""
+    model, places = Net(lambda h: h), torch.arange(B)
+    clipper = attach(model)
+    handle = model.first.register_forward_hook(
+        lambda module, args, output: output + places[: len(output), None]
+    )
+    losses = model(x()).square().sum(1)
+    handle.remove()
+    clipper.backward(losses)
+    assert clipper.notes == []
+
+
 class Pairs(nn.Module):
     """Returns two vectors of each example, and their products with those of all others, as CLIP does."""
 

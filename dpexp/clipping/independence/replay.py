@@ -298,14 +298,20 @@ class State:
         try:
             for module, saved in self._saved.items():
                 kept = {k: v for k, v in module.__dict__.items() if _is_common(k)}
-                own = {key: copy(value) if key in HOOKS else fresh(value) for key, value in saved.items()}
+                own = {key: fresh(value) for key, value in saved.items() if key not in HOOKS}
+                # neither those that the forward added by itself and adds again, nor those that were there for it alone
+                hooks = {key: _in_both(saved[key], module.__dict__[key]) for key in HOOKS}
                 module.__dict__.clear()
-                module.__dict__.update(kept | own)
+                module.__dict__.update(kept | own | hooks)
             yield
         finally:
             for module, values in before:
                 module.__dict__.clear()
                 module.__dict__.update(values)
+
+
+def _in_both(saved: dict[int, Any], now: dict[int, Any]) -> dict[int, Any]:
+    return type(saved)((handle, hook) for handle, hook in saved.items() if handle in now)
 
 
 class _Copier:
