@@ -44,6 +44,9 @@ def calibrate(
             )
     short, spent_short = 0.0, math.inf
     enough, spent_enough = start, spent(start)
+    if math.isinf(spent_enough) and accountant in ("prv", "pld"):
+        # where rdp keeps the target: no search would end elsewhere than at the edge
+        _refuse_edge(make_event(start), target_epsilon, delta, accountant)
     while spent_enough > target_epsilon:
         short, spent_short = enough, spent_enough
         enough *= factor
