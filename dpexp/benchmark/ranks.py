@@ -209,8 +209,18 @@ class Way:
         return sums
 
 
+# the engines measure and prove in their first steps
+WARM = 5
+
+
 def _measure(
-    ranks: Ranks, runtime: str, size: dict[str, int], rounds: int, steps: int, noise: float
+    ranks: Ranks,
+    runtime: str,
+    size: dict[str, int],
+    rounds: int,
+    steps: int,
+    noise: float,
+    warm: int = WARM,
 ) -> list[dict[str, Any]]:
     everybody = list(range(ranks.size))
     groups = dist.new_group(everybody), dist.new_group(everybody)
@@ -218,8 +228,7 @@ def _measure(
     spent: dict[str, list[tuple[float, float, float]]] = {method: [] for method in ways}
     for turn in range(rounds + 1):
         for method, way in ways.items():
-            # the engines measure and prove in their first steps
-            for _ in range(5 if not turn else 0):
+            for _ in range(warm if not turn else 0):
                 way.step()
             found = []
             for _ in range(steps):

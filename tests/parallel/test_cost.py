@@ -18,7 +18,7 @@ def measured(ranks: Ranks):
         row
         for size in SIZES["tiny"]
         for runtime in METHODS
-        for row in _measure(ranks, runtime, size, 1, 1, 1.0)
+        for row in _measure(ranks, runtime, size, 1, 1, 1.0, warm=2)
     ]
 
 

@@ -189,9 +189,9 @@ def test_sampled_and_unsampled_releases_in_one_run(accountant):
 
 @pytest.mark.parametrize("accountant", ["rdp", "gdp", "pld", pytest.param("prv", marks=pytest.mark.slow)])
 def test_noise_that_changes_in_every_step_is_bounded_from_above(accountant):
-    steps = 200
+    steps = 100
     changing = composed((step_event(0.02, [1.0 + t / steps]), 1) for t in range(steps))
-    blocks = composed((step_event(0.02, [1.0 + t / steps]), 25) for t in range(0, steps, 25))
+    blocks = composed((step_event(0.02, [1.0 + t / steps]), 10) for t in range(0, steps, 10))
     found = epsilon(changing, 1e-5, accountant)
     assert epsilon(sampled(0.02, 2.0, steps), 1e-5, accountant) < found
     assert found <= epsilon(blocks, 1e-5, accountant) * 1.001  # whose every step has no more noise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shlex
 from pathlib import Path
@@ -92,9 +93,11 @@ def test_every_method_of_the_list_has_its_records(method: methods.Method) -> Non
     assert set(method.runs(RECORDS)) >= set(method.seeds)
 
 
-def _by_hand(event: dict, delta: float, accountant: type) -> float:
+# methods that differ in what they clip have one event
+@functools.cache
+def _by_hand(event: str, delta: float, accountant: type) -> float:
     """Of a training that released Gaussians alone, with the library's own accountant and its own orders."""
-    return accountant().compose(_joined(decode(event))).get_epsilon(delta)
+    return accountant().compose(_joined(decode(json.loads(event)))).get_epsilon(delta)
 
 
 def _joined(event: DpEvent) -> DpEvent:
@@ -125,7 +128,7 @@ def test_epsilon_of_each_record_is_that_of_its_events(method: methods.Method) ->
             # the budget, which the course that was taken does not exceed
             assert privacy["epsilon"]["rdp"] <= record.facts["privacy.epsilon"]
             if "Pure" not in json.dumps(events) and "Range" not in json.dumps(events):
-                taken = _by_hand(events[0], privacy["delta"], RdpAccountant)
+                taken = _by_hand(json.dumps(events[0]), privacy["delta"], RdpAccountant)
                 assert taken <= record.facts["privacy.epsilon"] * 1.02
             continue
         if "Projected" in json.dumps(events):
@@ -135,5 +138,5 @@ def test_epsilon_of_each_record_is_that_of_its_events(method: methods.Method) ->
         # noise that changes from step to step takes the second one long
         several = any(len(event.get("events", [])) > 1 for event in events)
         for name, accountant in (("rdp", RdpAccountant), ("pld", PLDAccountant))[: 1 if several else 2]:
-            found = max(_by_hand(event, privacy["delta"], accountant) for event in events)
+            found = max(_by_hand(json.dumps(event), privacy["delta"], accountant) for event in events)
             assert privacy["epsilon"][name] == pytest.approx(found, rel=0.02), name
