@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from dataclasses import dataclass
 from typing import Any
@@ -69,8 +70,8 @@ class WithoutChance(TorchDispatchMode):
         kwargs = kwargs or {}
         if isinstance(func, HigherOrderOperator):
             return func(*args, **kwargs)
-        name = func.overloadpacket.__name__.strip("_")
-        if torch.Tag.nondeterministic_seeded in func.tags or name in UNTAGGED:
+        name, draws = _about(func)
+        if draws:
             self.met = True
             known = func._schema.arguments
             # what equals its default is left out of args
@@ -116,6 +117,13 @@ class WithoutChance(TorchDispatchMode):
         if isinstance(value, Tensor):
             return result.copy_(value)
         return result if value is None else result.fill_(value)
+
+
+@functools.cache
+def _about(func: Any) -> tuple[str, bool]:
+    """The name of an operation, and whether it is a random one."""
+    name = func.overloadpacket.__name__.strip("_")
+    return name, torch.Tag.nondeterministic_seeded in func.tags or name in UNTAGGED
 
 
 def _of_reals(x: Any) -> bool:

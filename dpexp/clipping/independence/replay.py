@@ -7,6 +7,7 @@ depend on the batch. And gates are opened: examples must not meet behind trainab
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 import sys
@@ -37,7 +38,10 @@ COMMON = frozenset(nn.Module().__dict__) - {"training"}
 HOOKS = tuple(
     key for key, value in nn.Module().__dict__.items() if isinstance(value, dict) and "hooks" in key
 )
+TABLES = {*HOOKS, "_modules"}
 NO_STATE = (type, FunctionType, MethodType, ModuleType, torch.Generator)
+# values that nobody can write to
+FIXED = (bool, int, float, str, type(None))
 # the keyword under which what entered an earlier forward stands beside what enters this one
 EARLIER = "_dpexp_earlier"
 # about how large the outputs of a layer are that had weights of zero, beside its inputs
@@ -61,6 +65,12 @@ class Replay:
         self.kind = kind_of(model, self.inputs)
         self._state, self._entered = State(model), fingerprints(model)
         self._written: dict[str, tuple[Tensor, Tensor]] | None = None
+        # trainable parameters that are zero throughout
+        self._closed = {
+            n
+            for n, p in model.named_parameters()
+            if p.requires_grad and n in self._entered and not bool(self._entered[n].any())
+        }
         self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
         # by output, its end in the graph, which must not be held; and where the gradients say that the rows of an example are
         self.ends: dict[int, NodeKey] = {}
@@ -151,8 +161,7 @@ class Replay:
         closed = [
             p
             for name, p in self.model.named_parameters()
-            if p.requires_grad and name in self._entered and not bool(self._entered[name].any())
-            and "bias" not in name.rpartition(".")[2] and name not in self.written()
+            if name in self._closed and "bias" not in name.rpartition(".")[2] and name not in self.written()
         ]  # fmt: skip
         values = [p.data for p in closed]
         generator = torch.Generator().manual_seed(len(closed))
@@ -277,18 +286,23 @@ class State:
         self._copy = _Copier()
         # modules that stand in a plain list, and are no children, come up on the way
         waiting = list(model.modules())
+        # apart from what is copied again each time: what nobody can write to
+        self._fixed: dict[nn.Module, dict[str, Any]] = {}
         self._saved: dict[nn.Module, dict[str, Any]] = {}
         while waiting:
             module = waiting.pop()
             # what a scripted module has lies in C++, and not among its attributes
             if module not in self._saved and not isinstance(module, torch.jit.ScriptModule):
-                self._saved[module] = self._copy.everything(module)
+                everything = self._copy.everything(module)
+                self._fixed[module] = {k: v for k, v in everything.items() if type(v) in FIXED}
+                self._saved[module] = {k: v for k, v in everything.items() if k not in self._fixed[module]}
                 waiting += self._copy.modules()
 
     def switch(self) -> None:
         """Set the modes that modules had: training, names, flags."""
         for module, saved in self._saved.items():
-            module.__dict__.update({k: v for k, v in saved.items() if isinstance(v, bool | str)})
+            every = self._fixed[module] | saved
+            module.__dict__.update({k: v for k, v in every.items() if isinstance(v, bool | str)})
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -298,11 +312,12 @@ class State:
         try:
             for module, saved in self._saved.items():
                 kept = {k: v for k, v in module.__dict__.items() if _is_common(k)}
-                own = {key: fresh(value) for key, value in saved.items() if key not in HOOKS}
+                own = {key: fresh(value) for key, value in saved.items() if key not in TABLES}
+                tables = {"_modules": dict(saved["_modules"])}
                 # neither those that the forward added by itself and adds again, nor those that were there for it alone
-                hooks = {key: _in_both(saved[key], module.__dict__[key]) for key in HOOKS}
+                tables |= {key: _in_both(saved[key], module.__dict__[key]) for key in HOOKS}
                 module.__dict__.clear()
-                module.__dict__.update(kept | own | hooks)
+                module.__dict__.update(kept | self._fixed[module] | own | tables)
             yield
         finally:
             for module, values in before:
@@ -311,7 +326,7 @@ class State:
 
 
 def _in_both(saved: dict[int, Any], now: dict[int, Any]) -> dict[int, Any]:
-    return type(saved)((handle, hook) for handle, hook in saved.items() if handle in now)
+    return type(saved)([(handle, hook) for handle, hook in saved.items() if handle in now] if saved else ())
 
 
 class _Copier:
@@ -332,6 +347,8 @@ class _Copier:
         return own | hooks | {"_buffers": self(module._buffers), "_modules": dict(module._modules)}
 
     def __call__(self, value: Any, depth: int = 0) -> Any:
+        if type(value) in FIXED:
+            return value
         if id(value) in self._known:
             return self._known[id(value)][0]
         result = self._copied(value, depth)
@@ -371,5 +388,6 @@ class _Copier:
             return value
 
 
+@functools.cache
 def _is_common(key: str) -> bool:
     return (key in COMMON and key not in ("_buffers", "_modules")) or key.startswith("_dpexp")
