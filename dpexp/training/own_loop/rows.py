@@ -56,13 +56,15 @@ def _contents(dataset: Any) -> Iterator[Hashable]:
 def fitted_to_itself(tensors: tuple[Tensor, ...]) -> str | None:
     """Say which tensor has columns that were standardised by their own rows; None where none has."""
     for tensor in tensors:
-        if len(tensor) < FEWEST or not tensor.is_floating_point() or not tensor.numel():
+        if len(tensor) < FEWEST or tensor.dtype not in (torch.float32, torch.float64) or not tensor.numel():
             continue
         columns = tensor.detach().reshape(len(tensor), -1)
-        mean = columns.mean(0, dtype=torch.float64)
-        square = torch.linalg.vector_norm(columns, dim=0, dtype=torch.float64).square() / len(columns)
+        # by a product, which takes a tenth of the time of exact means; few columns are left for these
+        rough = columns.new_full((len(columns),), 1 / len(columns)) @ columns
+        columns = columns[:, rough.abs() < 1e-4].double()
+        square = columns.square().mean(0)
         # a sample's variance divides by one less
-        exact = (mean.abs() < 1e-5) & ((square - 1).abs() < 1e-4 + 1.5 / len(columns))
+        exact = (columns.mean(0).abs() < 1e-5) & ((square - 1).abs() < 1e-4 + 1.5 / len(columns))
         # of whole numbers (-1 and 1) this may be a design
         if (columns[:, exact] % 1 != 0).any():
             return FITTED.format(shape=list(tensor.shape))
