@@ -171,6 +171,8 @@ def as_text(result: dict[str, Any]) -> str:
     }
     chosen = " (calibrated to epsilon = {target_epsilon:g} under {accountant})"
     longest = ", the most that keep epsilon = {target_epsilon:g} under {accountant}"
+    total = result["num_examples"]
+    loose = total is not None and result["delta"] >= 1 / total
     size = " ({batch_size:g} of {num_examples})" if result["batch_size"] is not None else ""
     lines = [
         "noise multiplier  {noise_multiplier:.6g}"
@@ -179,7 +181,8 @@ def as_text(result: dict[str, Any]) -> str:
         "sample rate       {sample_rate:g}" + size,
         "steps             {steps} ({epochs:.4g} epochs)"
         + (longest if result["computed"] == "steps" else ""),
-        "delta             {delta:g}",
+        "delta             {delta:g}"
+        + (" (not below 1/N: publishing a random example would satisfy it)" if loose else ""),
     ]
     lines = [line.format(**result) for line in lines]
     # of fixed batches only rdp knows something

@@ -1,4 +1,4 @@
-"""An unfinished run of the same settings in another folder: who changes the runtime on resuming begins a new run beside it."""
+"""The runs beside a run: an unfinished one that a change of the runtime left behind, and others on the same data."""
 
 from __future__ import annotations
 
@@ -58,3 +58,35 @@ def sentence(run: RunConfig, settings: dict[str, Any], folder: Path, plan: Plan 
         f"note: {other} is an unfinished run of the same settings but for its runtime, with {charges} charges (ε = {spent:.3f} "
         f"by {accountant}) on the same data, which no epsilon of this run counts. To go on with it instead: {given}"
     )
+
+
+def also_tried(summary: dict[str, Any], folder: Path) -> str | None:
+    """Say how many other private runs on the same file stand beside a run that has not declared as many trials; else None.
+
+    Of a person's own data alone: those of a published data set were most likely made to compare methods.
+
+    Args:
+        summary: the record of a private run.
+        folder: of this run, as in `unfinished`.
+    """
+    privacy, train = summary["privacy"], _file_of(summary["details"].get("config", {}))
+    if train is None or privacy["delta"] is None or privacy.get("trials_law") is not None:
+        return None
+    count = 0
+    for ledger in folder.parent.parent.glob("*/*/ledger.jsonl"):
+        if ledger.parent != folder and ledger.stat().st_size:
+            details = read_json(ledger.parent / "summary.json").get("details") or {}
+            count += _file_of(details.get("config") or read_yaml(ledger.parent / "config.yaml")) == train
+    if count < int(privacy.get("trials") or 1):
+        return None
+    return (
+        f"note: other runs in {folder.parent.parent} that have learnt from {train}: {count}. Epsilon is that of this one alone: "
+        f"if it is chosen from them, type its command again with trials={count + 1}; nothing is trained, and PRIVACY.md then "
+        "holds the epsilon of the choice"
+    )
+
+
+def _file_of(settings: dict[str, Any]) -> str | None:
+    """The training file of a person's own, as the settings of a run name it."""
+    data = settings.get("data") or {}
+    return data.get("train")

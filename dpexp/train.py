@@ -428,6 +428,9 @@ def show(summary: dict[str, Any], folder: Path, console: Console) -> None:
     console.print(summary_table(summary))
     for note in summary["privacy"]["notes"]:
         console.print(f"- {note}", markup=False)
+    # of a grid its own table says so
+    if not in_multirun() and (others := siblings.also_tried(summary, folder)):
+        console.print(others, markup=False)
     console.print(f"record: {folder / 'summary.json'}\nmodel:  {folder / 'model'}", markup=False)
 
 

@@ -136,6 +136,18 @@ def test_an_accountant_that_finds_nothing_does_not_speak_for_the_others():
     assert "none found" not in nobody
 
 
+def test_a_delta_that_protects_nobody_is_marked():
+    given = {
+        "noise_multiplier": 1.0,
+        "sample_rate": None,
+        "num_examples": 500,
+        "batch_size": 50.0,
+        "steps": 5,
+    }
+    said = [as_text(account(arguments(**given, delta=delta))) for delta in ("0.002", "0.001")]
+    assert ["not below 1/N" in text for text in said] == [True, False]
+
+
 def test_nothing_released_costs_nothing():
     assert set(account(values(steps=0))["epsilon"].values()) == {0.0}
 

@@ -66,6 +66,7 @@ SETTINGS = [
     ([*DEMO, "seed=range(5)"], "seed=range(5): several values are a grid of runs, and that needs -m"),
     ([*OWN, "task.labels=[a,b]"], "give data.num_examples=N"),
     ([*OWN, "data.num_examples=100"], "task.labels=[a,b] (the classes"),
+    ([*DECLARED[:1], *DECLARED[2:]], "give at most 100, or scale=own, whose settings follow from N"),
     ([*DECLARED, "data.label=t"], "name one column twice (t, t): "),
     ([*DECLARED, "data.text_pair=t"], "name one column twice"),
     ([*DECLARED, "task.labels=[a,'']"], "has 1 empty names"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -74,3 +75,35 @@ def test_presets_of_one_s_own(tmp_path: Path) -> None:
     shown = yaml.safe_load(done.stdout)
     assert (shown["task"]["name"], shown["data"]["num_examples"]) == ("text_classification", 12000)
     assert shown["clip"]["name"] == "flat"
+
+
+def test_other_runs_on_the_same_file_are_counted_where_no_trials_are_declared(tmp_path: Path) -> None:
+    """A search by hand, one command after the other: nothing else would ask for trials."""
+    own = [
+        "task=text_classification",
+        "scale=own",
+        "data.text=t",
+        "data.label=l",
+        "data.num_examples=100",
+        "task.labels=[a,b]",
+    ]
+    begun = [
+        _begun(tmp_path, *own, f"data.train={file}", f"optim.lr={lr}")
+        for file, lr in (("r.csv", 0.1), ("r.csv", 0.2), ("r.csv", 0.3), ("s.csv", 0.1))
+    ]
+    folder = begun[0]
+    (begun[3].parent / "empty").mkdir()
+    settings = yaml.safe_load((folder / "config.yaml").read_text())
+    (begun[1] / "summary.json").write_text(json.dumps({"details": {"config": settings}}))
+
+    def told(**privacy: object) -> str | None:
+        record = {"privacy": {"delta": 1e-3, "trials": 1} | privacy, "details": {"config": settings}}
+        return siblings.also_tried(record, folder)
+
+    said = told()
+    assert said is not None
+    assert "learnt from r.csv: 2." in said
+    assert "trials=3" in said
+    assert told(trials=3) is told(trials=2, trials_law="geometric") is told(delta=None) is None
+    assert "trials=3" in str(told(trials=2))
+    assert siblings.also_tried({"privacy": {"delta": 1e-3}, "details": {}}, folder) is None

@@ -282,6 +282,12 @@ def _length(run: RunConfig) -> Iterator[str]:
         yield (
             f"optim.batch_size={optim.batch_size:g} is more than the {total} {run.unit.name}s of {run.task.name} at "
             f"scale={run.scale.name}: give at most {total}"
+            # the settings of the papers, where a person's own data ask for theirs
+            + (
+                ", or scale=own, whose settings follow from N"
+                if run.data.train and run.scale.name != "own"
+                else ""
+            )
         )
 
     if run.task.drop_over is not None and run.task.kind != "generation":

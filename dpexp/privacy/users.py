@@ -14,6 +14,29 @@ from torch import Tensor
 
 from dpexp.errors import UserError
 
+# what programs write where nobody is named: as pandas reads it. Somebody may be called Na
+MISSING = frozenset(
+    (
+        "nan",
+        "NaN",
+        "-nan",
+        "-NaN",
+        "NA",
+        "N/A",
+        "n/a",
+        "#N/A",
+        "#NA",
+        "<NA>",
+        "NaT",
+        "null",
+        "NULL",
+        "None",
+        "none",
+    )
+)
+# of rows without a name among the codes of categories, also as read from a file
+NO_CODES = (-1, "-1")
+
 
 class Users:
     """Who gave which rows.
@@ -49,6 +72,11 @@ class Users:
             same = unicodedata.normalize("NFC", name).strip() if isinstance(name, str) else name
             found.setdefault(same, []).append(row)
         _check_alike(found)
+        if len(nobodies := [row for code in NO_CODES for row in found.get(code, ())]) > 1:
+            raise UserError(
+                f"{len(nobodies)} rows have the user -1 (row {nobodies[0]}, say), as the codes of categories mark rows without a "
+                "name: several people would be protected as one. Leave these rows out, or give each a user of its own"
+            )
         self.most = most
         self.members = [np.asarray(rows, dtype=np.int64) for rows in found.values()]
         self.num_rows = len(names)
@@ -91,7 +119,7 @@ def _plain(names: Any) -> Sequence[Hashable]:
 def _check_name(name: Any, row: int) -> None:
     """Refuse what would make a user of every row although somebody has several: the guarantee would be for less than a user."""
     by_identity = isinstance(name, Tensor) or getattr(type(name), "__eq__", None) is object.__eq__
-    nobody = name is None or (isinstance(name, str) and not name.strip())
+    nobody = name is None or (isinstance(name, str) and (not name.strip() or name.strip() in MISSING))
     if nobody or not isinstance(name, Hashable) or by_identity or name != name:
         raise UserError(
             f"the user of row {row} is {name!r}, and which other rows are the same user's cannot be told by that: give each row "
@@ -100,17 +128,21 @@ def _check_name(name: Any, row: int) -> None:
 
 
 def _check_alike(found: Mapping[Hashable, Sequence[int]]) -> None:
-    """Refuse 7 beside "7" and "7.0": pandas reads a long column in parts, and makes numbers of one part and texts of another."""
+    """Refuse 7 beside "7" and "7.0": pandas reads a long column in parts, and makes numbers of one part and texts of another.
+
+    And Ann beside ann: addresses and names are typed in either way.
+    """
     seen: dict[str, Sequence[int]] = {}
     for name, rows in found.items():
         if isinstance(name, str | bytes | Number):
             text = name.decode(errors="replace") if isinstance(name, bytes) else str(name)
-            others = seen.setdefault(re.sub(r"(?<=\d)\.0+$", "", text), rows)
+            others = seen.setdefault(re.sub(r"(?<=\d)\.0+$", "", text).casefold(), rows)
             if others is not rows:
                 # by its rows: the name is private
                 raise UserError(
                     f"rows {others[0]} and {rows[0]}, counted from 0, have users whose names read alike and are not equal (a "
-                    "number and a text, or 7 and 7.0): one user would be protected as two. Write all names in one way"
+                    "number and a text, 7 and 7.0, or upper and lower case): one user would be protected as two. Write all names "
+                    "in one way; where case tells users apart, give them numbers"
                 )
 
 

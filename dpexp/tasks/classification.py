@@ -241,6 +241,10 @@ def _targets(table: Table, column: str, labels: Sequence[str]) -> np.ndarray:
     targets = np.empty(len(table), dtype=np.int64)
     for row, label in enumerate(table.columns[column]):
         # which stays unsaid: it is a private value
+        if label not in number and not label.strip():
+            raise UserError(
+                f"{table.at(row)}: column {column} holds no label: repair the row, or take it out"
+            )
         if label not in number:
             known = ", ".join(labels) if len(labels) <= FEW_CLASSES else f"{labels[0]}, {labels[1]}, ..."
             alike = "; but for case, blanks or decimals it is one of them" if _plain(label) in plain else ""

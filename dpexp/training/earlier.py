@@ -14,6 +14,25 @@ CARD = "PRIVACY.md"
 
 # a digest of weights -> folder of the run that left them
 _runs: dict[bytes, Path] = {}
+# what tells a data set from others -> folders of the runs that have taken steps on it
+_learners: dict[str, set[Path]] = {}
+
+
+def taught(data: str, folder: Path) -> None:
+    """Note that a run has taken a step on a data set (see `dpexp.training.identity.data_identity`)."""
+    _learners.setdefault(data, set()).add(folder.resolve())
+
+
+def also_tried(data: str, folder: Path, trials: int) -> str | None:
+    """Say how many other runs of this process have learnt from the same data, unless as many trials are declared; else None."""
+    others = len(_learners.get(data, set()) - {folder.resolve()})
+    if others < trials:
+        return None
+    return (
+        f"other runs of this process on the same data: {others}. The epsilon of this card is that of one: where this run was "
+        f"chosen from them, PrivacyEngine(..., trials={others + 1}) writes a card with the epsilon of the choice (run the script "
+        "again: nothing is trained)"
+    )
 
 
 def digests_of(weights: Iterable[Tensor]) -> set[bytes]:

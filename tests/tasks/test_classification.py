@@ -117,6 +117,8 @@ def test_labels_outside_the_classes(own: TaskConfig, own_data: Data, tokenizer: 
         UserError, match=r"dev\.csv, line 3: the label in column label is none of the 2 classes 0, 1"
     ):
         build_task(own, own_data(ROWS, [("a", "1"), ("b", "2")]), "small", tokenizer, 0)
+    with pytest.raises(UserError, match=r"dev\.csv, line 2: column label holds no label: repair the row"):
+        build_task(own, own_data(ROWS, [("a", " "), ("b", "1")]), "small", tokenizer, 0)
     own.labels = ["0", "2"]
     with pytest.raises(
         UserError, match=r"train\.csv, line 2: the label in column label is none of the 2 classes 0, 2"

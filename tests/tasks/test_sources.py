@@ -167,6 +167,19 @@ def test_dev_may_be_held_out_of_the_training_file(tmp_path: Path, own: TaskConfi
         find_tables(own, data(train=str(path)), "small")
 
 
+def test_held_out_rows_that_are_in_the_other_rows_too_are_told(
+    tmp_path: Path, own: TaskConfig, data: Data
+) -> None:
+    """They are measured on, which publishes something of their copies."""
+    (path := tmp_path / "rows.tsv").write_text("text\tlabel\none\t0\ntwo\t1\nthree\t0\ntwo\t1\n")
+    own.held_out = 2
+    assert (
+        find_tables(own, data(train=str(path)), "small")
+        .notes[-1]
+        .startswith("1 of 2 rows of dev are in train too")
+    )
+
+
 def test_qqp_of_the_hub_gets_the_published_column_names_and_labels(data: Data, fake_hub: dict) -> None:
     split = glue(["not_duplicate", "duplicate"], question1=["p"], question2=["q"], label=[1])
     fake_hub["nyu-mll/glue", "qqp"] = {"train": split, "validation": split}

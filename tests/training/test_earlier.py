@@ -126,3 +126,22 @@ def test_weights_beside_a_card_have_learnt_from_private_data(tmp_path):
             model, torch.optim.SGD(model.parameters(), lr=0.1), data(), folder=tmp_path / "run", **settings
         )
     engine.close()
+
+
+def test_the_card_of_one_run_of_several_on_the_same_data_asks_for_trials(tmp_path):
+    """As in a loop over learning rates: only who tried them knows that one was chosen."""
+    own = torch.utils.data.TensorDataset(
+        *(1 * tensor for tensor in data().tensors), torch.arange(len(data()))
+    )
+    for name in ("a", "b", "c"):
+        train(make(tmp_path / name, dataset=own)).close()
+    make(tmp_path / "no step", dataset=own).close()
+    with (
+        make(tmp_path / "c", dataset=own) as engine,
+        pytest.warns(UserWarning, match=r"on the same data: 2\..*trials=3"),
+    ):
+        engine.write_card(tmp_path / "card")
+    with make(tmp_path / "c", dataset=own, trials=3) as engine, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        engine.write_card(tmp_path / "card")
+    assert "the choice among 3 trials" in (tmp_path / "card" / "PRIVACY.md").read_text()

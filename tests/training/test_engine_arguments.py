@@ -422,7 +422,7 @@ def test_windows_that_overlap_are_named(tmp_path, windows):
 )
 def test_rows_that_are_apart_in_memory_are_not_windows(tmp_path, rows):
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        warnings.filterwarnings("error", message=".*windows that overlap")
         make(tmp_path, dataset=TensorDataset(rows)).close()
 
 
@@ -430,6 +430,42 @@ def test_rows_that_are_apart_in_memory_are_not_windows(tmp_path, rows):
 def test_a_row_that_stands_in_a_list_twice_is_named(tmp_path, repeated):
     with pytest.warns(UserWarning, match="a row stands in the data set up to 2 times"):
         make(tmp_path, dataset=repeated, batch_size=2).close()
+
+
+@pytest.mark.parametrize("part", [False, True], ids=["all", "a part"])
+def test_equal_rows_of_tensors_are_counted(tmp_path, part):
+    """As where rows of a rare class were put in again: nothing else tells that they are copies."""
+    x, y = data().tensors
+    rare = TensorDataset(torch.cat([x, x[y == 1]]), torch.cat([y, y[y == 1]]))
+    count = 2 * int((y == 1).sum())
+    dataset = Subset(rare, range(len(rare))) if part else rare
+    with pytest.warns(UserWarning, match=f"{count} of {len(rare)} examples are equal to another one"):
+        make(tmp_path / "a", dataset=dataset).close()
+    table = Dataset.from_dict({"x": x.tolist() + x[:3].tolist(), "y": y.tolist() + y[:3].tolist()})
+    with pytest.warns(UserWarning, match="6 of 63 examples are equal to another one"):
+        make(tmp_path / "t", dataset=table).close()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        make(tmp_path / "b").close()
+        make(tmp_path / "c", dataset=dataset, users=[i % len(x) for i in range(len(rare))]).close()
+
+
+@pytest.mark.parametrize(
+    "scale", [lambda x: (x - x.mean(0)) / x.std(0), lambda x: (x - x.mean(0)) / x.std(0, correction=0)]
+)
+def test_columns_that_were_scaled_by_their_own_rows_are_told_and_on_the_card(tmp_path, scale):
+    """As a StandardScaler does that is fitted to the training rows: its numbers go with the model, without noise."""
+    x, y = data().tensors
+    with pytest.warns(UserWarning, match="mean 0 and standard deviation 1 over exactly these rows"):
+        engine = train(make(tmp_path / "a", dataset=TensorDataset(scale(3 * x + 5), y)))
+    engine.write_card(tmp_path)
+    assert "over exactly these rows" in (tmp_path / "PRIVACY.md").read_text()
+    signs = torch.tensor([-1.0, 1.0]).repeat(len(x) // 2)[:, None].expand(-1, 10)
+    by_row = (x - x.mean(1, keepdim=True)) / x.std(1, keepdim=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*over exactly these rows")
+        for name, harmless in (("b", signs), ("c", by_row), ("d", scale(x)[: len(x) // 2])):
+            make(tmp_path / name, dataset=TensorDataset(harmless, y[: len(harmless)])).close()
 
 
 @pytest.mark.parametrize(

@@ -249,16 +249,32 @@ class Anonymous:
 
 @pytest.mark.parametrize(
     "odd",
-    [None, math.nan, torch.tensor(1), Anonymous(), ["a", "list"], " "],
-    ids=["None", "NaN", "tensor", "object", "list", "blank"],
+    [None, math.nan, torch.tensor(1), Anonymous(), ["a", "list"], " ", "nan", " NA"],
+    ids=["None", "NaN", "tensor", "object", "list", "blank", "text of NaN", "text of NA"],
 )
 def test_a_name_that_no_other_row_can_share_is_refused(odd: Any):
     with pytest.raises(UserError, match=r"the user of row 2 is .* cannot be told"):
         Users(["a", "a", odd, "b"], 2)
 
 
+@pytest.mark.parametrize("names", [pd.Categorical(["a", None, "b", None]).codes, ["0", "-1", "1", "-1"]])
+def test_rows_without_a_name_are_not_one_user(names: Any):
+    """Each of those people would move the sum by twice the threshold: their common gradient is replaced, not taken away."""
+    with pytest.raises(UserError, match=r"2 rows have the user -1 \(row 1, say\)"):
+        Users(names, 2)
+    assert len(Users([-1, 0, 1], 2)) == 3
+
+
 @pytest.mark.parametrize(
-    "names", [[7, "a", "7"], ["7.0", "a", 7], ["7", "b", "7.0"], [b"a", 7, "a"], [7.5, 8, "7.5"]]
+    "names",
+    [
+        [7, "a", "7"],
+        ["7.0", "a", 7],
+        ["7", "b", "7.0"],
+        [b"a", 7, "a"],
+        [7.5, 8, "7.5"],
+        ["ann@x.org", 1, "Ann@x.org"],
+    ],
 )
 def test_a_name_that_is_written_in_two_ways_is_not_two_users(names: Any):
     """As pandas writes them, which reads a long column in parts: each user of both parts would have been two."""

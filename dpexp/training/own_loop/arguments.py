@@ -239,11 +239,11 @@ def check_dataset(dataset: Any, users: Sequence[Hashable] | None) -> None:
         raise UserError(f"an example stands in the data set up to {most} times ({AGAIN}), and {COPIES}")
     for tensor in getattr(dataset, "tensors", (dataset,)):
         if isinstance(tensor, torch.Tensor) and _rows_overlap(tensor):
-            warnings.warn(OVERLAPPING.format(shape=list(tensor.shape)), stacklevel=3)
+            warnings.warn(OVERLAPPING.format(shape=list(tensor.shape)), stacklevel=4)
     # a list may be a stand-in for data, in which nobody is anybody
     rows = [id(row) for row in dataset if isinstance(row, MADE)] if isinstance(dataset, list) else []
     if len(set(rows)) < len(rows):
-        warnings.warn(f"a row stands in the data set up to {_copies(rows)} times, and {COPIES}", stacklevel=3)
+        warnings.warn(f"a row stands in the data set up to {_copies(rows)} times, and {COPIES}", stacklevel=4)
 
 
 def _made_of_others(dataset: Any) -> bool:

@@ -34,7 +34,7 @@ from dpexp.privacy.sampling import PoissonSampler
 from dpexp.schemas import ClipConfig, PrivacyConfig, RunConfig
 from dpexp.training import state
 from dpexp.training.decisions import Decisions
-from dpexp.training.earlier import learnt_before, remembering
+from dpexp.training.earlier import also_tried, learnt_before, remembering, taught
 from dpexp.training.export import summary_of, write_card
 from dpexp.training.identity import (
     check_examples,
@@ -58,6 +58,7 @@ from dpexp.training.own_loop.arguments import (
     named,
 )
 from dpexp.training.own_loop.loop import OwnLoop
+from dpexp.training.own_loop.rows import equal_rows, fitted_to_itself, tensors_of
 from dpexp.training.own_loop.units import units_of
 from dpexp.training.release import Release, build_policy
 from dpexp.training.steps import Steps
@@ -191,7 +192,7 @@ class PrivacyEngine:
             schedule=checked_schedule(schedule),
         )
         for sentence in pointless(self.plan):
-            warnings.warn(sentence, stacklevel=2)
+            warnings.warn(sentence, stacklevel=3)
         self._run = RunConfig(
             clip=ClipConfig(
                 groups=groups,
@@ -215,9 +216,9 @@ class PrivacyEngine:
             key = self._keys.draws
             self._open.enter_context(silent(self._wrappers))
             made_same(ranks, model)
-            data = data_identity(dataset, data_name)
+            self._data = data_identity(dataset, data_name)
             settings = settings_of(
-                self.plan, self._run.clip, model, optimizer, data + self._units.identity, self._keys.run
+                self.plan, self._run.clip, model, optimizer, self._data + self._units.identity, self._keys.run
             )
             ranks.agree("what is trained on what", settings)
             check_optimizers(ranks, optimizer, model)
@@ -252,9 +253,14 @@ class PrivacyEngine:
                 decisions=decisions, loss_scale=given.loss_scale, on_taken=_weakly(self._taken), ranks=ranks,
             )  # fmt: skip
             goes_on = self.folder if self.ledger.steps_charged else None
-            if (note := learnt_before(model, getattr(model, "name_or_path", ""), goes_on)) is not None:
-                warnings.warn(f"not proven: {note}", stacklevel=2)
-                self.clipper.notes.append(note)
+            before = learnt_before(model, getattr(model, "name_or_path", ""), goes_on)
+            for note in (before, fitted_to_itself(tensors_of(dataset))):
+                if note is not None:
+                    warnings.warn(f"not proven: {note}", stacklevel=3)
+                    self.clipper.notes.append(note)
+            # their number is private: for the eyes of who holds the data
+            if users is None and (copies := equal_rows(dataset)) is not None:
+                warnings.warn(copies, stacklevel=3)
             self._loop = OwnLoop(
                 model, self._optimizer, dataset, self._units, self._steps, self.clipper,
                 wrappers=self._wrappers, rows_per_example=given.rows_per_example, planned=self.plan.steps, folder=self.folder,
@@ -470,6 +476,8 @@ class PrivacyEngine:
         if not self.ranks.writes:
             return
         make_folder(Path(folder), "write_card(folder)")
+        if (note := also_tried(self._data, self.folder, self._run.trials)) is not None:
+            warnings.warn(note, stacklevel=2)
         of = self._run, self.plan, self.ledger, self.clipper, self.model, self.dataset
         summary = summary_of(*of, copied=self._keys.copied, unproven=self._steps.unproven)
         write_card(summary, Path(folder))
@@ -493,6 +501,7 @@ class PrivacyEngine:
 
     def _taken(self) -> None:
         """After every step."""
+        taught(self._data, self.folder)
         again = self.ledger.charged_again
         if again > self._again and self.ranks.writes:
             warnings.warn(
