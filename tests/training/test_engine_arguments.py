@@ -15,6 +15,7 @@ from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, Subset,
 
 from dpexp import PrivacyEngine
 from dpexp.errors import UserError
+from dpexp.training.own_loop import rows as own_rows
 from tests.training.own_loop import (
     TASK,
     adam_of,
@@ -433,7 +434,7 @@ def test_a_row_that_stands_in_a_list_twice_is_named(tmp_path, repeated):
 
 
 @pytest.mark.parametrize("part", [False, True], ids=["all", "a part"])
-def test_equal_rows_of_tensors_are_counted(tmp_path, part):
+def test_equal_rows_of_tensors_are_counted(tmp_path, part, monkeypatch):
     """As where rows of a rare class were put in again: nothing else tells that they are copies."""
     x, y = data().tensors
     rare = TensorDataset(torch.cat([x, x[y == 1]]), torch.cat([y, y[y == 1]]))
@@ -448,6 +449,9 @@ def test_equal_rows_of_tensors_are_counted(tmp_path, part):
         warnings.simplefilter("error")
         make(tmp_path / "b").close()
         make(tmp_path / "c", dataset=dataset, users=[i % len(x) for i in range(len(rare))]).close()
+        monkeypatch.setattr(own_rows, "MOST", 100)
+        for name, large in (("d", dataset), ("e", table)):
+            make(tmp_path / name, dataset=large).close()
 
 
 @pytest.mark.parametrize(

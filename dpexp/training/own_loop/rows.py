@@ -12,6 +12,8 @@ from torch.utils.data import Subset, TensorDataset
 
 # fewer rows have such statistics by chance
 FEWEST = 20
+# bytes; to go through more takes longer than a person likes to wait for a warning
+MOST = 1 << 30
 EQUAL = (
     "{count} of {rows} examples are equal to another one: where they are copies of one (a rare class that was put in several "
     "times), privacy protects each copy by itself. Give every example once, with a weight in its loss where it is to count more; "
@@ -25,13 +27,13 @@ FITTED = (
 
 
 def tensors_of(dataset: Any) -> tuple[Tensor, ...]:
-    """Give the tensors that hold an example in each row; none of a data set of another kind."""
+    """Give the tensors that hold an example in each row; none of a data set of another kind, or of more than `MOST` bytes."""
     if isinstance(dataset, Subset):
         places = torch.as_tensor(dataset.indices, dtype=torch.int64)
         return tuple(tensor[places.to(tensor.device)] for tensor in tensors_of(dataset.dataset))
     tensors = dataset.tensors if isinstance(dataset, TensorDataset) else (dataset,)
     plain = all(isinstance(t, Tensor) and t.layout == torch.strided and not t.is_nested for t in tensors)
-    return tuple(tensors) if plain else ()
+    return tuple(tensors) if plain and sum(t.nbytes for t in tensors) <= MOST else ()
 
 
 def equal_rows(dataset: Any) -> str | None:
@@ -45,6 +47,8 @@ def equal_rows(dataset: Any) -> str | None:
 def _contents(dataset: Any) -> Iterator[Hashable]:
     """Give for each example something that is equal for equal ones; nothing of another kind of data set."""
     if hasattr(dataset, "with_format") and hasattr(dataset, "column_names"):
+        if dataset.data.nbytes > MOST:
+            return
         for rows in dataset.with_format("arrow").iter(batch_size=1000):
             yield from map(repr, zip(*(column.to_pylist() for column in rows.columns), strict=True))
         return
