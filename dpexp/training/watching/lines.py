@@ -72,7 +72,7 @@ class Line:
 
     @property
     def written(self) -> list[int]:
-        """The numbers of what it has returned, of the first argument where it has written to that, and of what that is a part of."""
+        """The numbers of what it has returned, of the first argument where that was written to, and of what that is a part of."""
         if not in_place(self.func, self.given[1]):
             return self.made
         return [*self.made, *self.uses[:1], *([] if self.whole is None else [self.whole])]
