@@ -60,7 +60,7 @@ class OpacusBackend(Backend):
         self.params = {name: p for group in groups for name, p in group.params.items()}
         # how many nodes autograd made in forwards of which it is proven whose gradient is whose; and in the last one
         self.proven: set[int] = set()
-        self.nodes = 0
+        self.nodes = self.backwards = 0
         self.rounding = 0.0
         try:
             with _without_second_names(model):
@@ -204,9 +204,11 @@ class OpacusBackend(Backend):
         return found
 
     def _signed_gradients(self, losses: Tensor, ones: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """Ordinary gradients under random weights of the losses, once for each way through the model: whose gradient is whose."""
+        """Ordinary gradients under random weights of the losses, for each new way through the model, and now and then."""
         row_weights = layouts.weights(losses.shape[0]).to(losses)
-        if self.nodes in self.proven or losses.shape[0] < 2:
+        self.backwards += 1
+        proven = self.nodes in self.proven and not layouts.due(self.backwards)
+        if proven or losses.shape[0] < 2:
             return row_weights, {}
         try:
             grads = torch.autograd.grad(

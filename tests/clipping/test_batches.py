@@ -224,6 +224,45 @@ def test_rows_that_are_sorted_late_and_in_order_at_first(engine: str) -> None:
     exact_in_company(Own(forward, **linears("first", "out")), batches, engine)
 
 
+def added(h: Tensor, first: Tensor) -> Tensor:
+    later = (first != torch.arange(len(h))).nonzero()[:, 0]
+    return h + torch.zeros_like(h).index_add(0, later, h[first[later]] - h[later])
+
+
+@pytest.mark.parametrize("pick", [lambda h, i: h[i], lambda h, i: F.one_hot(i, len(h)).to(h) @ h, added])
+@pytest.mark.parametrize("hidden", [True, False])
+def test_rows_that_meet_behind_the_last_use_in_a_later_batch_are_refused(pick: Any, hidden: bool) -> None:
+    """Of equal rows the first one stands for all, and there are none at first: neighbours in a sparse graph."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        first = (x[:, None] == x).all(2).int().argmax(1)
+        h = torch.tanh(self.first(x))
+        return self.out(pick(h, first)) if hidden else pick(self.out(h), first)
+
+    torch.manual_seed(0)
+    model = Own(forward, **linears("first", "out")).double()
+    clipper = attach(model)
+    batches = [rows(5)["x"].double() for _ in range(3)]
+    batches[2][3] = batches[2][1]
+    for x in batches[:2]:
+        clipper.backward(square(model, {"x": x}))
+    with pytest.raises(UserError, match="mixes examples"):
+        clipper.backward(square(model, {"x": batches[2]}))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_equal_rows_are_computed_once_in_an_order_that_changes_nothing_at_first(engine: str) -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        once, where = x.unique(dim=0, return_inverse=True)
+        return self.out(torch.tanh(self.first(once)))[where]
+
+    torch.manual_seed(0)
+    batches = [rows(4), rows(4), rows(5)]
+    batches[0]["x"] = batches[0]["x"][batches[0]["x"][:, 0].argsort()]
+    batches[2]["x"][3] = batches[2]["x"][1]
+    exact_in_company(Own(forward, **linears("first", "out")), batches, engine)
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 def test_sparse_matrices_are_clipped(engine: str) -> None:
     def forward(self: Any, x: Tensor) -> Tensor:

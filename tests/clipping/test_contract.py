@@ -498,6 +498,18 @@ def test_examples_that_begin_to_mix_later_are_noticed_now_and_then(groups: str) 
     assert all(p.grad is None for p in model.parameters())
 
 
+def test_opacus_is_proven_again_now_and_then() -> None:
+    torch.manual_seed(0)
+    model, x = LateAlike(), torch.randn(5, 4)
+    clipper = attach(model, engine="opacus")
+    clipper.backward(model(x).square().sum(1))
+    model.mix = True
+    for _ in range(2, 16):
+        clipper.backward(model(x).square().sum(1))
+    with pytest.raises(UserError, match=r"do not add up|mixes examples"):
+        clipper.backward(model(x).square().sum(1))
+
+
 def test_vanishing_gradients_are_no_reason_to_doubt_a_proof() -> None:
     """Late in training most gradients are rounding errors: the second look must not stop it."""
     model, x = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)), torch.randn(5, 4)

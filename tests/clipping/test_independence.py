@@ -806,6 +806,26 @@ def test_modules_that_begin_to_train_later_are_looked_at() -> None:
     clipper.backward(model(x()).square().sum(1))
 
 
+@pytest.mark.parametrize("engine", ["auto", "opacus"])
+def test_an_input_that_was_empty_is_looked_at_once_it_is_not(engine: str) -> None:
+    """Nodes of one graph as examples, of which those of the first batches are no neighbours."""
+
+    class Nodes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.out = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+            return self.out(x.index_add(0, edges[1], x[edges[0]]))
+
+    model, none, some = Nodes(), torch.zeros(2, 0, dtype=torch.long), torch.tensor([[1, 2], [2, 1]])
+    clipper = attach(model, engine=engine)
+    for _ in range(2):
+        clipper.backward(model(torch.randn(5, 4), none).square().sum(1))
+    with pytest.raises(UserError, match="mixes examples"):
+        clipper.backward(model(torch.randn(5, 4), some).square().sum(1))
+
+
 def test_what_one_look_made_is_gone_before_the_next_one() -> None:
     """Logits are the largest tensors of a language model: beside those of the step there is room for one more."""
     made: list[weakref.ref[Tensor]] = []

@@ -386,6 +386,26 @@ def test_what_an_earlier_batch_has_left_behind_is_refused(tmp_path, where, size)
     assert engine.ledger.steps_charged == 0
 
 
+@pytest.mark.parametrize("whole", [True, False])
+def test_what_an_earlier_batch_has_left_behind_is_known_where_it_is_written_to(tmp_path, whole):
+    """A state that is carried on, of batches of any size."""
+    kept = []
+
+    def losses(engine, batch):
+        x, y = batch
+        state = torch.zeros_like(x)
+        for old in kept[-1:]:
+            if whole:
+                state[: len(old)] = old[: len(x)]
+            else:
+                state[: len(old)].add_(old[: len(x)])
+        kept.append(x.cos())
+        return cross_entropy(engine.model(x + state), y, reduction="none")
+
+    with pytest.raises(UserError, match="an earlier batch has left behind"):
+        train(make(tmp_path), 4, losses=losses)
+
+
 def test_a_memory_that_is_used_once_it_is_full_is_refused_at_the_sixteenth_batch(tmp_path):
     memory = deque(maxlen=5)
 

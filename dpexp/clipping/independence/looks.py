@@ -25,6 +25,7 @@ from dpexp.clipping.independence.comparison import Places, places_of
 from dpexp.clipping.independence.look import Look
 from dpexp.clipping.independence.replay import Earlier, Replay
 from dpexp.clipping.survey import layouts
+from dpexp.clipping.tapping.dataflow import tensors_in
 from dpexp.clipping.tapping.roots import Roots
 from dpexp.clipping.tapping.taps import BY_TAP
 from dpexp.errors import UserError
@@ -71,8 +72,9 @@ class Independence:
         token: see `Padding.of`; None: the model may say it.
         losses_seen: whether the caller has looked at what stands behind the outputs.
         looks: by mode, how many there were, and `PATIENCE` once they have told something. A mode is which modules train: a batch
-            norm that begins to use the batch's statistics, because somebody called ``model.train()``, makes another model. Beside
-            it stands whether an example was alone.
+            norm that begins to use the batch's statistics, because somebody called ``model.train()``, makes another model.
+            Another one is where an input is empty: edges between nodes that are no neighbours. Beside it stands whether an
+            example was alone.
     """
 
     model: nn.Module
@@ -137,8 +139,9 @@ class Independence:
         if self.fixed_length:
             self._check_lengths(args, kwargs)
         training = tuple([(id(module), module.training) for module in modules_of(self.model)])
+        empty = any(not tensor.numel() for tensor in tensors_in((args, kwargs)))
         self.alone, self.entered = rows == self.rows_per_example, self.entered + rows
-        self.mode = hash(training)
+        self.mode = hash((training, empty))
         self.running = Replay(self.model, args, kwargs) if self.due else None
         if self.running is not None:
             if self.passed is not None and self.passed.rows == rows:

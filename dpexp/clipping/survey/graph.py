@@ -123,6 +123,8 @@ class Survey:
         known_uses = self.knows(visit.num_examples)
         if pending or not known_uses:
             self._observe(visit, params, pending, doubted)
+        # behind the last use, too
+        self._undecided |= any(owner.may_have_picked(visit.rows) for owner in visit.passes)
         self.looped.update(*(use.names for use in visit.uses if self.layout[id(use)] == layouts.LOOP))
         unproven = self._unproven(visit)
         if unproven:

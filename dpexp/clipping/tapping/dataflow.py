@@ -66,7 +66,7 @@ PRODUCTS = {
     **dict.fromkeys(("addmm", "addmv", "addbmm", "baddbmm"), 1),
 }
 # Operations that pick or order rows by their values or lengths, whatever else they are given.
-ORDERING = {"masked_select", "take", "msort", "_pack_padded_sequence"}
+ORDERING = {"masked_select", "take", "msort", "_pack_padded_sequence", "unique", "unique_consecutive"}
 # Operations that take the rows of a tensor apart, with the place of the dimension among their arguments, and operations that put
 # tensors together to rows, in an order that Python may have made.
 CUTTING = {
@@ -133,6 +133,8 @@ class DataFlow(TorchFunctionMetadataMode):
         self._followed = WeakIdKeyDictionary()
         # what was computed from rows of examples
         self._of_examples = WeakIdKeyDictionary(dict.fromkeys(of_examples))
+        # along which sizes anything with a gradient was picked, which may have met others there
+        self.picked = NONE
         # what was made of some rows of a tensor -> how many that had
         self._cut = WeakIdKeyDictionary()
         # 0, 1, 2, …, made by torch.arange; a shuffle of few rows may look like it by chance
@@ -169,14 +171,17 @@ class DataFlow(TorchFunctionMetadataMode):
             cut = next((self._cut[tensor] for tensor in tensors if tensor in self._cut), None)
             if base is not None and name in RETURNING:
                 # rows that were picked go back to their places; others are sent to places
-                routed = self.routed(base) | self._sent(name, args, kwargs)
+                routed, picked = self.routed(base), self._sent(name, args, kwargs)
                 cut = None
             else:
-                routed = self.routed(*tensors) | self._picked(name, args, kwargs)
+                routed, picked = self.routed(*tensors), self._picked(name, args, kwargs)
             if (joined := _joined(name, args, kwargs, tensors, cut)) is not None:
-                routed, cut = routed | joined, None
+                picked, cut = picked | joined, None
             elif base is not None and base in self._followed and (size := _cut_along(name, args, kwargs)):
                 cut = size
+            routed |= picked
+            if any(tensor.requires_grad for tensor in tensors):
+                self.picked |= picked
             of_examples = self.of_examples(tensors) and name not in SHARING
             if of_examples and base is not None and in_place(func, kwargs):
                 self._of_examples[base] = None

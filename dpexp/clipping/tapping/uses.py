@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from dpexp.clipping.gradients import Outer, PerExampleGradient, Pulled, merge, numerics
 from dpexp.clipping.gradients.numerics import by_example
-from dpexp.clipping.tapping.dataflow import Sizes
+from dpexp.clipping.tapping.dataflow import NONE, Sizes
 
 
 class Slot(int):
@@ -322,6 +322,7 @@ class ForwardPass:
         consumed: whether a backward pass has arrived here.
         nodes: of autograd, how many were made in it.
         returned: the `node_key` of each output that was computed from rows of examples, where this pass was watched.
+        picked: the sizes of the dimensions along which it picked, of what has a gradient, where this pass was watched.
     """
 
     shapes: tuple[torch.Size, ...] = ()
@@ -332,6 +333,7 @@ class ForwardPass:
     consumed: bool = False
     nodes: int = 0
     returned: set[tuple[int, int]] = field(default_factory=set)
+    picked: Sizes = NONE
 
     @property
     def rows(self) -> int | None:
@@ -350,6 +352,10 @@ class ForwardPass:
         """Tell whether the batch, of so many rows, is another input than was taken for it."""
         # where there is none, it is the second dimension of an input
         return bool(self.shapes) and self.rows != rows and self.has_in_front(rows)
+
+    def may_have_picked(self, rows: int) -> bool:
+        """Tell whether some of so many rows may have been picked, and met others: in this batch, or in the next one."""
+        return not self.picked.isdisjoint((0, rows))
 
     def is_ragged(self, first: int, rows: int) -> bool:
         """Tell whether ``first`` rows may have entered end to end: texts of any length, or graphs."""

@@ -62,6 +62,8 @@ class Line:
     counted: bool = False
     # whether it takes as many rows as there are examples, and some of them twice
     repeats: bool = False
+    # of what it has written to a part of, the number
+    whole: int | None = None
 
     @cached_property
     def uses(self) -> list[int]:
@@ -70,8 +72,10 @@ class Line:
 
     @property
     def written(self) -> list[int]:
-        """The numbers of what it has returned, and of the first argument where it has written to that."""
-        return [*self.made, *(self.uses[:1] if in_place(self.func, self.given[1]) else ())]
+        """The numbers of what it has returned, of the first argument where that was written to, and of what that is a part of."""
+        if not in_place(self.func, self.given[1]):
+            return self.made
+        return [*self.made, *self.uses[:1], *([] if self.whole is None else [self.whole])]
 
 
 @dataclass(frozen=True)

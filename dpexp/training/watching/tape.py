@@ -122,7 +122,9 @@ class Tape:
             for n in numbers:
                 self._sizes.note(len(self.lines), name, n)
         autocast = (kind, torch.get_autocast_dtype(kind)) if on else None
-        return Line(func, slots, [], autocast, torch.is_grad_enabled(), counted, self._repeats(func, args))
+        whole = self.numbers.get(given[0]._base) if given[0]._base is not None else None
+        repeats = self._repeats(func, args)
+        return Line(func, slots, [], autocast, torch.is_grad_enabled(), counted, repeats, whole)
 
     def add(self, line: Line, made: list[Tensor]) -> None:
         """Write down a call that was made, and what it returned.

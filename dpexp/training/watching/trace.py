@@ -314,8 +314,7 @@ class Trace(TorchFunctionMode):
         result = func(*args, **kwargs)
         if private:
             self.sizes.add_count(result)
-            written = [given[0], given[0]._base] if in_place(func, kwargs) else []
-            for tensor in (*tree_leaves(result), *written):
+            for tensor in (*tree_leaves(result), *_written(func, kwargs, given)):
                 self.known.mark(tensor)
         return result
 
@@ -358,9 +357,11 @@ class Trace(TorchFunctionMode):
 
     def _of_earlier(self, func: Any, args: Any, kwargs: Any, given: list[Tensor]) -> Any:
         """Call a function of nothing in this batch; what it makes of what an earlier one has left behind is left behind, too."""
+        old = any(self.known.is_old(t) for t in values_of(func, given))
         result = func(*args, **kwargs)
-        if any(self.known.is_old(t) for t in values_of(func, given)):
-            self.known.before.update({t: None for t in tree_leaves(result) if type(t) in PLAIN})
+        if old:
+            made = (*tree_leaves(result), *_written(func, kwargs, given))
+            self.known.before.update({t: None for t in made if type(t) in PLAIN})
         return result
 
     def _refuse_scaled(self, given: list[Tensor]) -> None:
@@ -386,6 +387,11 @@ class Trace(TorchFunctionMode):
     def _forget(self, why: str) -> None:
         self.failure = self.failure or why
         self.tape.forget()
+
+
+def _written(func: Any, kwargs: Any, given: list[Tensor]) -> list[Any]:
+    """What a function has written to, and what that is a part of."""
+    return [given[0], given[0]._base] if in_place(func, kwargs) else []
 
 
 def _entries(batch: Any, examples: int, times: Collection[int]) -> Iterator[tuple[Tensor, int]]:
