@@ -433,16 +433,15 @@ class Steps:
             self._told = facts, {"ranks": self.ranks.gather(dict(facts))}
         return self._told[1]
 
-    def _weights(self) -> str | list[str]:
+    def _weights(self) -> list[str]:
         """What tells whether a step begins with the weights that it was charged for; noise is in each of their numbers.
 
         Other weights may have the same sums (an empty batch, gradients of zero), and whether they have goes by the data. It must
         not decide whether noise is drawn anew: two results show whether it was.
         """
         rows = [row.contiguous() for row in map(few_numbers, self.parameters) if row is not None]
-        found = checksum(rows, self.key).hex()
-        # where each rank has a part
-        return self.ranks.gather(found) if self.lockstep else found
+        # each rank may have a part of them
+        return self.ranks.gather(checksum(rows, self.key).hex())
 
     def _no_sums(self) -> Sums:
         num_groups = len(self.clipper.groups) if self.clipper is not None else 0
