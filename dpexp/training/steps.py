@@ -441,7 +441,7 @@ class Steps:
         """
         rows = [row.contiguous() for row in map(few_numbers, self.parameters) if row is not None]
         # each rank may have a part of them
-        return self.ranks.gather(checksum(rows, self.key).hex())
+        return self.ranks.gather_for("a step", checksum(rows, self.key).hex())
 
     def _no_sums(self) -> Sums:
         num_groups = len(self.clipper.groups) if self.clipper is not None else 0
