@@ -1,6 +1,9 @@
 """The one error that a person can cause, the end of its message, and what a command says that a person stops."""
 
+import logging
 from difflib import get_close_matches
+
+log = logging.getLogger(__name__)
 
 # exit status after Ctrl-C
 INTERRUPTED = 130
@@ -18,6 +21,18 @@ class UserError(ValueError):
 
 class LateError(UserError):
     """A model used a layer in a way that it had not shown; now it is known, and the same step can be run again."""
+
+
+class UntoldError(ValueError):
+    """Something of the loop or the model cannot be looked at: the message says why, and holds nothing of a batch."""
+
+
+def without_data(error: Exception) -> str:
+    """Say why something could not be looked at, in a note that goes with the model: an error may quote private values."""
+    if isinstance(error, UntoldError):
+        return str(error)
+    log.debug("not looked at: %s: %s", type(error).__name__, error)
+    return f"{type(error).__name__}; the log has its words at the level DEBUG"
 
 
 def first_line(error: object) -> str:

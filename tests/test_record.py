@@ -20,7 +20,7 @@ from dpexp.privacy.plan import make_plan
 from dpexp.privacy.searches import SearchBudget
 from dpexp.schemas import RunConfig
 from dpexp.tasks import DataInfo
-from dpexp.training.export import privacy_card
+from dpexp.training.export import privacy_card, upwards
 
 TASK = SimpleNamespace(
     num_examples=100, data=DataInfo("files", "here", {"train": 100, "dev": 5}, {"train": "ab"}, [])
@@ -198,7 +198,7 @@ def test_the_record_holds_what_an_attacker_can_do_and_what_choosing_costs():
         card = privacy_card(written)
         assert f"| μ of Gaussian DP, with its regret Δ | {privacy['mu']:.4f}, " in card
         assert (
-            f"ε with the choice among 3 trials, by RDP | {privacy['epsilon_with_tuning']['rdp']:.4f} |"
+            f"ε with the choice among 3 trials, by RDP | {upwards(privacy['epsilon_with_tuning']['rdp'])} |"
             in card
         )
 

@@ -21,6 +21,7 @@ from dpexp.privacy.events import decode
 from dpexp.schemas import ClipConfig, DataConfig, ModelConfig, RunConfig, TaskConfig
 from dpexp.train import report_finished, train
 from dpexp.training import release
+from dpexp.training.export import upwards
 from dpexp.training.loop import Trainer
 from dpexp.training.planning import build_plan, choose_device, number_of_steps
 from tests.commands import called
@@ -86,7 +87,7 @@ def test_the_exported_model_is_the_trained_one(finished):
     assert trained
     assert all(torch.equal(p, checkpoint[name]) for name, p in trained.items())
     card = (folder / "model" / "PRIVACY.md").read_text()
-    assert f"({summary['privacy']['epsilon']['rdp']:.4f}, " in card
+    assert f"({upwards(summary['privacy']['epsilon']['rdp'])}, " in card
 
 
 def test_asking_for_a_finished_run_reports_it_and_whether_the_code_is_the_same(finished):

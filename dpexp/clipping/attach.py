@@ -260,6 +260,11 @@ class Clipper(AnyClipper):
         return self._reducer if self.reduces else None
 
     def _factors(self, thresholds: Tensor, scale: Tensor | None, loss_scale: float) -> Factors:
+        if not loss_scale >= 1.0:
+            raise UserError(
+                f"loss_scale={loss_scale:g} must be at least 1: squares of gradients that it makes small are nothing in 32 bits, "
+                "and what has no norm is not clipped"
+            )
         rule, values = RULES[self.rule], thresholds.tolist()
 
         def factors(k: int, sq_norms: Tensor, examples: slice = slice(None)) -> Tensor:

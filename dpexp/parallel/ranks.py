@@ -122,10 +122,11 @@ class Ranks:
         self.once(lambda: found.append(function()))
         return found[0] if self.writes else function()
 
-    def agree(self, what: str, value: Any) -> None:
-        """Raise `UserError` on all ranks unless they all give an equal value; of dicts, the first odd entry is named.
+    def gather_for(self, what: str, value: T) -> list[T]:
+        """As `gather`; whoever asks for something else meanwhile is told so, and nobody waits for him.
 
-        Whoever asks for something else meanwhile is told so, and nobody waits for him.
+        Raises:
+            UserError: on all ranks, where one does.
         """
         asked, found = map(list, zip(*self.gather((what, value)), strict=True))
         if strays := [rank for rank, theirs in enumerate(asked) if theirs != asked[0]]:
@@ -133,6 +134,11 @@ class Ranks:
                 f"rank {strays[0]} has come to {asked[strays[0]]}, and rank 0 to {asked[0]}: all processes must go through the "
                 "same loop, and make the same calls"
             )
+        return found
+
+    def agree(self, what: str, value: Any) -> None:
+        """Raise `UserError` on all ranks unless they all give an equal value; of dicts, the first odd entry is named."""
+        found = self.gather_for(what, value)
         odd = next((rank for rank, theirs in enumerate(found) if theirs != found[0]), None)
         if odd is None:
             return

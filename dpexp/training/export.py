@@ -151,9 +151,10 @@ def privacy_card(summary: dict[str, Any]) -> str:
         guarantee = (
             f"The {accountant} accountant gives no finite ε: there is no guarantee."
             if spent is None
-            else f"No guarantee: the ε of {spent:.4f} by the {accountant} accountant rests on what did not hold: see Conditions."
+            else f"No guarantee: the ε of {upwards(spent)} by the {accountant} accountant rests on what did not hold: see "
+            "Conditions."
             if privacy["sampling"] == "shuffle" or privacy["accountant"] == "gdp"
-            else f"Trained with ({spent:.4f}, {privacy['delta']:.3g})-differential privacy, by the {accountant} "
+            else f"Trained with ({upwards(spent)}, {privacy['delta']:.6g})-differential privacy, by the {accountant} "
             "accountant, if what is listed under Conditions holds."
         )
         lines += [
@@ -163,7 +164,7 @@ def privacy_card(summary: dict[str, Any]) -> str:
             "",
             "| | |",
             "|---|---|",
-            *(f"| ε by {_called(name)} | {_number(value)} |" for name, value in privacy["epsilon"].items()),
+            *(f"| ε by {_called(name)} | {upwards(value)} |" for name, value in privacy["epsilon"].items()),
             *_currency(privacy),
             f"| δ | {privacy['delta']:.6g} |",
             f"| neighbouring data sets | {privacy['neighbouring']} |",
@@ -213,7 +214,7 @@ def _cut_short(privacy: dict[str, Any]) -> list[str]:
         "",
         f"**Training ended after {privacy['steps']} of {planned['steps']} planned steps.** The ε above is right where that had "
         "nothing to do with the weights. Where it was decided by how good the model was, on public data too, the guarantee is "
-        f"that of the whole plan: ε = {planned['epsilon']:.4f}.",
+        f"that of the whole plan: ε = {upwards(planned['epsilon'])}.",
     ]
 
 
@@ -237,7 +238,7 @@ def _currency(privacy: dict[str, Any]) -> list[str]:
     if (tuned := statement.with_choice(privacy)) is not None:
         name, value = tuned
         rows.append(
-            f"| ε with the choice among {privacy['trials']} trials, by {name.upper()} | {value:.4f} |"
+            f"| ε with the choice among {privacy['trials']} trials, by {name.upper()} | {upwards(value)} |"
         )
     return rows
 
@@ -245,6 +246,11 @@ def _currency(privacy: dict[str, Any]) -> list[str]:
 def _hashes(data: dict[str, Any]) -> str:
     """Of published data alone: a card goes with the model, and the hash of private data tells whether a guess at it is right."""
     return "" if data["source"] == "own files" else f", SHA-256 {data['sha256']}"
+
+
+def upwards(value: float | None) -> str:
+    """Write an ε with four digits, never a smaller one; what rounding errors alone add is left."""
+    return "-" if value is None else f"{math.ceil(value * 1e4 - 1e-6) / 1e4:.4f}"
 
 
 def _number(value: float | None) -> str:

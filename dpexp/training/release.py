@@ -109,10 +109,14 @@ class Release:
         """
         thresholds = self.policy.values.cpu().double()
         bound = self.clipper.reach * float(sensitivity(thresholds, torch.ones_like(thresholds)))
-        if not self.clipper.sensitivity <= self.plan.max_clip_scale * bound * (1 + ROUNDING):
+        # each of them: noise may be shared out by the thresholds
+        above = self.clipper.thresholds.cpu().double() > thresholds * (1 + ROUNDING)
+        most = self.plan.max_clip_scale * bound * (1 + ROUNDING)
+        if bool(above.any()) or not self.clipper.sensitivity <= most:
             raise UserError(
                 f"one example can move the clipped sum by {self.clipper.sensitivity:g}, and the noise of this step is for "
-                f"{self.plan.max_clip_scale * bound:g}: attach the clipper with the plan's max_clip_scale and a rule that clips"
+                f"{self.plan.max_clip_scale * bound:g}: leave the thresholds to the policy, and attach the clipper with the "
+                "plan's max_clip_scale and a rule that clips"
             )
         if any(gradient.dtype.itemsize < 4 for gradient in self._gradients()):
             raise UserError(

@@ -43,7 +43,7 @@ from dpexp.training.refusals import refuse_narrow, refuse_processes, refuse_shar
 from dpexp.training.release import Release
 from dpexp.training.searches.base import StepSearch
 from dpexp.training.sums import Sums
-from dpexp.training.watching.guards import SeedGuard
+from dpexp.training.watching.guards import SeedGuard, few_numbers
 
 
 class Steps:
@@ -175,6 +175,7 @@ class Steps:
         self.attempt, self._stuck = 0, math.inf
         if self.release is not None:
             self._facts = {**self._of_all_ranks(facts), "step": step, "noise": self.release.noise(step)}
+            self._facts["weights"] = self._weights()
             if self.search is not None:
                 self._facts["search"] = self.search.facts()
             self.attempt = self.release.likely_attempt(step, self._facts)
@@ -431,6 +432,16 @@ class Steps:
             self.ranks.agree("the program", {name: facts.get(name) for name in ("code", "torch", "numpy")})
             self._told = facts, {"ranks": self.ranks.gather(dict(facts))}
         return self._told[1]
+
+    def _weights(self) -> list[str]:
+        """What tells whether a step begins with the weights that it was charged for; noise is in each of their numbers.
+
+        Other weights may have the same sums (an empty batch, gradients of zero), and whether they have goes by the data. It must
+        not decide whether noise is drawn anew: two results show whether it was.
+        """
+        rows = [row.contiguous() for row in map(few_numbers, self.parameters) if row is not None]
+        # each rank may have a part of them
+        return self.ranks.gather_for("a step", checksum(rows, self.key).hex())
 
     def _no_sums(self) -> Sums:
         num_groups = len(self.clipper.groups) if self.clipper is not None else 0

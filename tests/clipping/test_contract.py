@@ -631,6 +631,9 @@ def test_a_static_loss_scale_changes_nothing(engine: str) -> None:
         grads.append([p.grad.clone() for p in problem.model.parameters()])
     torch.testing.assert_close(reports[0].norms, reports[1].norms)
     torch.testing.assert_close(grads[0], grads[1])
+    # norms of such gradients would be zero, and the gradients be added as they are
+    with pytest.raises(UserError, match="loss_scale=1e-22 must be at least 1"):
+        clipper.backward(problem.losses(problem.model, problem.batch), loss_scale=1e-22)
 
 
 def test_moving_the_model_keeps_the_clipper() -> None:

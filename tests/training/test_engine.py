@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 import warnings
 from functools import partial
 
@@ -12,6 +13,7 @@ from torch import nn
 
 from dpexp.errors import UserError
 from dpexp.privacy.tuning import tuned_epsilons
+from dpexp.training.export import upwards
 from dpexp.training.watching.collating import padding_token
 from tests.training.own_loop import (
     adam_of,
@@ -104,10 +106,12 @@ def test_what_a_collate_function_draws_is_secret_and_repeatable(tmp_path):
 
 
 def test_the_card_says_what_is_guaranteed(tmp_path):
-    engine = train(make(tmp_path / "run"))
+    engine = train(make(tmp_path / "run", delta=0.0012345))
     engine.write_card(tmp_path / "model")
     card = (tmp_path / "model/PRIVACY.md").read_text()
-    assert f"({engine.epsilon():.4f}, 0.001)-differential privacy" in card
+    (epsilon,) = re.findall(r"\(([\d.]+), 0\.0012345\)-differential privacy", card)
+    # never rounded down
+    assert engine.epsilon() <= float(epsilon) < engine.epsilon() + 1e-4
     assert "fixed seed" in card
     assert "somebody who gave several examples is protected less" in card
     assert json.loads((tmp_path / "run/run.json").read_text())["data"] not in card
@@ -121,7 +125,7 @@ def test_a_card_of_a_run_that_was_cut_short_names_the_whole_plan(tmp_path):
     assert engine.epsilon() < planned
     card = (tmp_path / "early/PRIVACY.md").read_text()
     assert f"after 1 of {engine.steps} planned steps" in card
-    assert f"that of the whole plan: ε = {planned:.4f}" in card
+    assert f"that of the whole plan: ε = {upwards(planned)}" in card
     train(engine).write_card(tmp_path / "whole")
     assert "planned steps" not in (tmp_path / "whole/PRIVACY.md").read_text()
 
@@ -135,7 +139,7 @@ def test_the_card_prices_the_choice_among_declared_trials_by_the_whole_plan(tmp_
     engine.write_card(tmp_path / "chosen")
     five = tuned_epsilons(engine.plan.event(), engine.plan.delta, 5)["rdp"]
     assert five > engine.epsilon()
-    row = f"| ε with the choice among 5 trials, by RDP | {five:.4f} |"
+    row = f"| ε with the choice among 5 trials, by RDP | {upwards(five)} |"
     assert row in (tmp_path / "early/PRIVACY.md").read_text()
     assert row in (tmp_path / "chosen/PRIVACY.md").read_text()
     assert "with the choice" not in (tmp_path / "alone/PRIVACY.md").read_text()

@@ -163,6 +163,7 @@ def test_what_does_not_fit_is_refused_at_once(tmp_path, wrong, named):
         ({"clip_norm": None}, "clip_norm=None is not a number"),
         ({"clip_norm": 1e300}, r"clip_norm=1e\+300 must be at most 1e\+18"),
         ({"loss_scale": 1e300}, r"loss_scale=1e\+300 must be at most"),
+        ({"loss_scale": 1e-22}, "loss_scale=1e-22 must be at least 1"),
         ({"users": 5}, "users=5 names nobody"),
         ({"scheduler": 3}, "scheduler=3 is none"),
         ({"allocation": "globl"}, "allocation=.globl. is not known; choose global"),

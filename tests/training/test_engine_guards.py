@@ -284,6 +284,29 @@ def test_thresholds_are_the_policys(tmp_path):
     assert engine.ledger.steps_charged == 0
 
 
+def test_each_group_has_noise_for_the_threshold_that_it_was_clipped_to(tmp_path):
+    """Two thresholds with the same norm as before, one of them smaller: noise that is shared out by them would be, too."""
+    engine = make(tmp_path, groups="layer", clip_norm=2**0.5, allocation="equal_budget")
+    batch, _loop = first_batch(engine, 64)
+    losses = losses_of(engine, batch)
+    engine.policy.estimates = torch.tensor([1.414, 0.11])
+    with pytest.raises(UserError, match="leave the thresholds to the policy"):
+        engine.step(losses)
+    assert engine.ledger.steps_charged == 0
+
+
+def test_frozen_weights_do_not_move_by_a_gradient_that_was_left_on_them(tmp_path):
+    """A backward before the engine, to see whether it fits, and then the layer was frozen: the optimizer holds all weights."""
+    model = network()
+    nn.functional.cross_entropy(
+        model(torch.stack([x for x, _ in TASK.train])), torch.zeros(NUM_EXAMPLES).long()
+    ).backward()
+    model[0].requires_grad_(False)
+    before = model[0].weight.clone()
+    train(make(tmp_path, model), 64)
+    assert torch.equal(model[0].weight, before)
+
+
 @pytest.mark.parametrize(
     "normed", [lambda losses: losses / losses.mean(), lambda losses: losses * losses.softmax(0)]
 )

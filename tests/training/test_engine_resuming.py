@@ -104,6 +104,23 @@ def test_a_second_attempt_is_repeated_and_paid_once_too(tmp_path, monkeypatch):
     assert engine.ledger.steps_charged == 6 + 2
 
 
+def test_other_weights_are_another_step_also_where_their_sums_are_the_same(tmp_path):
+    """Nobody has a gradient. Whether noise is drawn anew would tell of somebody who has one whether he was drawn."""
+
+    def session(lr):
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        engine = make(tmp_path, model, optimizer, checkpoint_every=0)
+        optimizer.param_groups[0]["lr"] = lr
+        train(engine, losses=lambda engine, batch: engine.model(batch[0]).sum(1) * 0, steps=3).close()
+        return engine.ledger.steps_charged
+
+    assert session(0.5) == session(0.5) == 3
+    with pytest.warns(UserWarning, match="second time"):
+        # the first step began with the same weights
+        assert session(0.25) == 3 + 2
+
+
 def test_a_finished_run_trains_nothing_more(tmp_path):
     first = train(make(tmp_path))
     first.close()

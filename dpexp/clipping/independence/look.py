@@ -20,12 +20,10 @@ from dpexp.clipping.independence.comparison import Comparison, Places, bits_of, 
 from dpexp.clipping.independence.end_to_end import Ends
 from dpexp.clipping.independence.padding import BROKEN, FIXED, Padding
 from dpexp.clipping.independence.replay import Replay, fingerprints, unlike
-from dpexp.errors import UserError
+from dpexp.errors import UntoldError, UserError, without_data
 
 # number of an output that was a list
 LIST = -1
-# letters of an error that are told
-LONGEST = 200
 
 MIXES = (
     "mixes examples: what an example gets out of it changes {when}, though no gradient shows it. This voids any guarantee. "
@@ -128,7 +126,7 @@ class Look:
                 self.once, self.twice, self.buffers = self._results([self.replay.inputs] * 2)
                 break
             except Exception as error:
-                self.failure = _told(error)
+                self.failure = without_data(error)
         else:
             return
         self._compare_parameters()
@@ -163,7 +161,7 @@ class Look:
         except UserError:
             raise
         except Exception as error:
-            self.failure = _told(error)
+            self.failure = without_data(error)
             return None
 
     def _differences(self, reading: Reading, resize: bool) -> list[Difference]:
@@ -195,11 +193,11 @@ class Look:
                 self._compare_parameters()
                 compared += 1
             if before.keys() != results[1].keys():
-                raise ValueError("another batch gives another number of outputs")
+                raise UntoldError("another batch gives another number of outputs")
             pairs = {leaf: (before[leaf], there) for leaf, there in results[1].items()}
             verdicts = {leaf: differs(a, b, leaf) for leaf, (a, b) in pairs.items()}
             if all(verdict is None for verdict in verdicts.values()):
-                raise ValueError("no output has the size of the batch")
+                raise UntoldError("no output has the size of the batch")
             self.seen |= {leaf for leaf, verdict in verdicts.items() if verdict is not None}
             constant -= {
                 leaf
@@ -294,7 +292,7 @@ class Look:
                 name = parameter_that_differs(self.replay, self.comparison, inputs, variant)
             except Exception as error:
                 # a graph that cannot be gone through so, or too little memory
-                self.one_way = _told(error)
+                self.one_way = without_data(error)
             finally:
                 self.replay.keeps = kept
             if name:
@@ -349,7 +347,3 @@ class Look:
 
 def _is_list(part: Any) -> bool:
     return isinstance(part, list) and all(isinstance(entry, Tensor) for entry in part)
-
-
-def _told(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error)[:LONGEST]}"

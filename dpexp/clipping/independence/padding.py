@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from dpexp.clipping.independence.arguments import Inputs, changed, leaves, positional_names
 from dpexp.clipping.independence.replay import Replay
+from dpexp.errors import UntoldError
 
 FIXED = (
     "Leave padding out (a mean over the tokens or the values that are an example's own, a mask, packed sequences), or pad every "
@@ -169,7 +170,7 @@ class Padding:
             if not isinstance(part, Tensor) or part.dim() < 2 or name.startswith("decoder_"):
                 return part
             if full in part.shape[2:] and part.shape[0] == self.rows:
-                raise ValueError(f"{name} has the length of the batch in several dimensions")
+                raise UntoldError(f"{name} has the length of the batch in several dimensions")
             if part.shape[:2] != (self.rows, full):
                 return part
             part = part[:, :length]

@@ -32,6 +32,8 @@ OPTIONAL = ("steps", "epochs", "epsilon", "noise_multiplier", "target_quantile",
 """May be None."""
 LARGEST = {"clip_norm": 1e18, "loss_scale": 1e18}
 """Of what is computed with in 32 bits."""
+SMALLEST = {"loss_scale": 1.0}
+"""Of what multiplies gradients before their norms are taken: squares of small ones are nothing in 32 bits."""
 AGAIN = "a Subset or a selection with repeated numbers, a part that is put in again"
 COPIES = (
     "privacy would protect each copy by itself. Give every example once, with a weight in its loss where it is to count more; or "
@@ -134,6 +136,10 @@ def check_numbers(**arguments: Any) -> None:
             raise UserError(f"{name}={value} is not a whole number")
         if value < 0 or (value == 0 and name not in FROM_ZERO):
             raise UserError(f"{name}={value} must be {'0 or larger' if name in FROM_ZERO else 'above 0'}")
+        if float(value) < SMALLEST.get(name, -math.inf):
+            raise UserError(
+                f"{name}={value:g} must be at least {SMALLEST[name]:g}: it meets numbers of 32 bits"
+            )
         if float(value) > LARGEST.get(name, math.inf):
             raise UserError(
                 f"{name}={value:g} must be at most {LARGEST[name]:g}: it meets numbers of 32 bits"

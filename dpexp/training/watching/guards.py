@@ -79,6 +79,8 @@ class GuardedOptimizer:
         self._epoch = getattr(scheduler, "last_epoch", None)
         self._own = [p for p in model.parameters() if p.requires_grad]
         self._moved = _moved(optimizer)
+        own = {id(p) for p in self._own}
+        self._frozen = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in own]
         # parameters of others that batches go through, see `LossWatch`
         self.outside: Container[Tensor] = ()
         self._hook = register_optimizer_step_pre_hook(self._refuse)
@@ -86,6 +88,9 @@ class GuardedOptimizer:
     def step(self) -> None:
         """Move the weights, then the learning rate."""
         self._open = True
+        # of a backward from before they were frozen: it holds no noise, and an optimiser asks for nothing but a gradient
+        for p in self._frozen:
+            p.grad = None
         try:
             self.optimizer.step()
         finally:

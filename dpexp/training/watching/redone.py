@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dpexp.clipping.independence.comparison import ROUNDING, bits_of
 from dpexp.clipping.survey.layouts import fixed_order
-from dpexp.errors import UserError
+from dpexp.errors import UntoldError, UserError, without_data
 from dpexp.training.watching.lines import ADDING, SHAPES, name_of
 from dpexp.training.watching.owned import WRITTEN
 from dpexp.training.watching.padded import FACTORS, in_padding, padded_further
@@ -125,7 +125,7 @@ class Redone:
         except Exception as error:
             if any(line.repeats for line in self.tape.lines):
                 raise UserError(REPEATED) from error
-            trace.failure = f"{type(error).__name__}: {error}"
+            trace.failure = without_data(error)
             return False
 
     def _failure(self, losses: Tensor) -> str:
@@ -161,7 +161,7 @@ class Redone:
             alone = self._unlike(whole[0], self._lost_otherwise(number, [i])[0])
             mixed |= bool(alone.view(self.examples, -1)[i].any())
         if mixed and not by_chance and bool(self._unlike(whole[0], losses).any()):
-            raise ValueError("computed again they are others")
+            raise UntoldError("computed again they are others")
         if mixed:
             raise Mixture(MIXED.format(where=self.tape.table))
         if not by_chance:

@@ -13,6 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from dpexp.clipping.independence.chance import Chance, WithoutChance
 from dpexp.clipping.operations.others import BROADCASTING
 from dpexp.clipping.tapping.dataflow import FEW, in_place
+from dpexp.errors import UntoldError
 from dpexp.training.watching.lines import PLAIN, Line, Number, Slot, address_of, name_of, storage_of
 from dpexp.training.watching.owned import Owned
 from dpexp.training.watching.places import Place, Places, is_order
@@ -104,7 +105,7 @@ class Tape:
         """A call and what it is given, which is held as it is now.
 
         Raises:
-            ValueError: why it cannot be written down.
+            UntoldError: why it cannot be written down.
         """
         name = name_of(func)
         slots = tree_map_only(Tensor, lambda t: Slot(self._number(t)), (args, kwargs))
@@ -130,7 +131,7 @@ class Tape:
         """Write down a call that was made, and what it returned.
 
         Raises:
-            ValueError: there are too many.
+            UntoldError: there are too many.
         """
         for tensor in made:
             if tensor not in self.numbers:
@@ -140,7 +141,7 @@ class Tape:
                 self.table = f" ({name_of(line.func)} makes a table {list(tensor.shape)})"
         self.lines.append(line)
         if len(self.lines) > LONGEST:
-            raise ValueError(f"the loop calls more than {LONGEST} functions")
+            raise UntoldError(f"the loop calls more than {LONGEST} functions")
 
     def behind(self, numbers: Iterable[int], needed: set[int] | None = None) -> set[int]:
         """Which lines tensors were computed by; ``needed`` is given the numbers of all that these use."""
@@ -221,17 +222,17 @@ class Tape:
         fits, sure = self._rows.likely(tensor, tensor in self._known.returned)
         self.sure &= sure
         if len(fits) > 1:
-            why = f"{list(tensor.shape)} may have its {self._examples} examples in several dimensions"
+            why = f"a tensor of {tensor.dim()} dimensions may have its examples in several of them"
             if tensor not in self._known.returned:
-                raise ValueError(why)
+                raise UntoldError(why)
             # what has entered may tell
             self.untold[number] = why
         if self._bytes > LARGEST:
-            raise ValueError(f"they are computed from more than {LARGEST >> 20} MiB")
+            raise UntoldError(f"they are computed from more than {LARGEST >> 20} MiB")
         if is_order(tensor):
             # rows that are replaced still go where they went; of few examples, labels may look like an order
             if fits and self._examples < FEW:
-                raise ValueError(f"{tensor.tolist()} may be labels or an order")
+                raise UntoldError("whole numbers of the batch may be labels or an order")
         elif len(fits) == 1:
             self.places[number] = fits[0]
 

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from dpexp.clipping.tapping.dataflow import in_place, tensors_in
-from dpexp.errors import UserError
+from dpexp.errors import UserError, without_data
 from dpexp.training.watching.lines import (
     PLAIN,
     READING_SHAPES,
@@ -374,7 +374,7 @@ class Trace(TorchFunctionMode):
         try:
             return action(*arguments)
         except Exception as error:
-            self._stop(str(error))
+            self._stop(without_data(error))
             return None
 
     def _stop(self, why: str, lasting: bool = False) -> None:
