@@ -62,9 +62,10 @@ def compare(network: str, way: str, engine: str, groups: str) -> None:
 def test_every_engine_equals_the_naive_loop(network: str, way: str, engine: str) -> None:
     if engine == "opacus" and way in ("prompt", "p_tuning"):
         pytest.skip("refused by the configuration: it cannot follow what is looked up inside the model")
-    # each way meets both groupings, as does each engine: over all engines, and over all ways
-    odd = PAIRS.index((network, way)) + ENGINES.index(engine)
-    compare(network, way, engine, ("flat", "layer")[odd % 2])
+    # the default meets both groupings in each way, each other engine one of them, and both over the ways
+    both, turn = ("flat", "layer"), PAIRS.index((network, way)) + ENGINES.index(engine)
+    for groups in both if engine == "auto" else [both[turn % 2]]:
+        compare(network, way, engine, groups)
 
 
 @pytest.mark.parametrize(("network", "way"), OTHERS)
