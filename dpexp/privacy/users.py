@@ -16,24 +16,8 @@ from dpexp.errors import UserError
 
 # what programs write where nobody is named: as pandas reads it. Somebody may be called Na
 MISSING = frozenset(
-    (
-        "nan",
-        "NaN",
-        "-nan",
-        "-NaN",
-        "NA",
-        "N/A",
-        "n/a",
-        "#N/A",
-        "#NA",
-        "<NA>",
-        "NaT",
-        "null",
-        "NULL",
-        "None",
-        "none",
-    )
-)
+    ("nan", "NaN", "-nan", "-NaN", "NA", "N/A", "n/a", "#N/A", "#NA", "<NA>", "NaT", "null", "NULL", "None", "none")
+)  # fmt: skip
 # of rows without a name among the codes of categories, also as read from a file
 NO_CODES = (-1, "-1")
 

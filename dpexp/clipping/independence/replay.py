@@ -38,10 +38,11 @@ COMMON = frozenset(nn.Module().__dict__) - {"training"}
 HOOKS = tuple(
     key for key, value in nn.Module().__dict__.items() if isinstance(value, dict) and "hooks" in key
 )
+# what is put together anew for each replay, and not copied as other values are
 TABLES = {*HOOKS, "_modules"}
 NO_STATE = (type, FunctionType, MethodType, ModuleType, torch.Generator)
 # values that nobody can write to
-FIXED = (bool, int, float, str, type(None))
+ATOMS = (bool, int, float, str, type(None))
 # the keyword under which what entered an earlier forward stands beside what enters this one
 EARLIER = "_dpexp_earlier"
 # about how large the outputs of a layer are that had weights of zero, beside its inputs
@@ -294,7 +295,7 @@ class State:
             # what a scripted module has lies in C++, and not among its attributes
             if module not in self._saved and not isinstance(module, torch.jit.ScriptModule):
                 everything = self._copy.everything(module)
-                self._fixed[module] = {k: v for k, v in everything.items() if type(v) in FIXED}
+                self._fixed[module] = {k: v for k, v in everything.items() if type(v) in ATOMS}
                 self._saved[module] = {k: v for k, v in everything.items() if k not in self._fixed[module]}
                 waiting += self._copy.modules()
 
@@ -347,7 +348,7 @@ class _Copier:
         return own | hooks | {"_buffers": self(module._buffers), "_modules": dict(module._modules)}
 
     def __call__(self, value: Any, depth: int = 0) -> Any:
-        if type(value) in FIXED:
+        if type(value) in ATOMS:
             return value
         if id(value) in self._known:
             return self._known[id(value)][0]
