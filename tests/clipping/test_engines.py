@@ -87,7 +87,7 @@ def test_equals_the_naive_loop(name: str, engine: str) -> None:
         torch.testing.assert_close(value, before[key])
 
 
-SLOW_PATH = {"experts", "parametrized_and_rare", "prompt_network", "packed_sequence"}
+SLOW_PATH = {"parametrized_and_rare", "prompt_network", "packed_sequence"}
 
 
 @pytest.mark.parametrize("name", [name for name in ZOO if name not in SLOW_PATH])

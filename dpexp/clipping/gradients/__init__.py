@@ -3,6 +3,7 @@
 from dpexp.clipping.gradients.base import PerExampleGradient
 from dpexp.clipping.gradients.conv import Conv, Geometry
 from dpexp.clipping.gradients.dense import Dense, Joined
+from dpexp.clipping.gradients.grouped import Grouped
 from dpexp.clipping.gradients.lookup import Lookup
 from dpexp.clipping.gradients.memory import Scratch
 from dpexp.clipping.gradients.merge import instantiated, merge
@@ -14,6 +15,7 @@ __all__ = [
     "Conv",
     "Dense",
     "Geometry",
+    "Grouped",
     "Joined",
     "Lookup",
     "Outer",

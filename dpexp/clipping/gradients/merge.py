@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dpexp.clipping.gradients.base import PerExampleGradient
 from dpexp.clipping.gradients.dense import Dense
+from dpexp.clipping.gradients.grouped import Grouped
 from dpexp.clipping.gradients.lookup import Lookup
 from dpexp.clipping.gradients.outer import Outer
 from dpexp.clipping.gradients.tied import Tied
@@ -12,8 +13,8 @@ from dpexp.clipping.gradients.tied import Tied
 def merge(first: PerExampleGradient, second: PerExampleGradient) -> PerExampleGradient:
     """Return one object whose per-example gradients are the sums of both.
 
-    Matrix products and lookups, in any mixture, merge without being instantiated. Everything else is
-    instantiated and added: ``B`` times the parameter's size.
+    Matrix products and lookups, in any mixture, merge without being instantiated, as do uses of stacked matrices. Everything
+    else is instantiated and added: ``B`` times the parameter's size.
 
     Raises:
         ValueError: they are not of the same parameter and the same examples.
@@ -23,6 +24,8 @@ def merge(first: PerExampleGradient, second: PerExampleGradient) -> PerExampleGr
             f"per-example gradients {first.num_examples} x {tuple(first.shape)} and {second.num_examples} x "
             f"{tuple(second.shape)} do not belong to the same parameter and batch"
         )
+    if isinstance(first, Grouped) and isinstance(second, Grouped):
+        return first.joined(second)
     parts = (*_parts(first), *_parts(second))
     outers = [part for part in parts if isinstance(part, Outer)]
     lookups = [part for part in parts if isinstance(part, Lookup)]

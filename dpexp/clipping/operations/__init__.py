@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dpexp.clipping.operations.conv import Convolution, TransposedConvolution
-from dpexp.clipping.operations.linear import AddedProduct, Linear, Product
+from dpexp.clipping.operations.linear import AddedProduct, GroupedProduct, Linear, Product
 from dpexp.clipping.operations.lookup import Embedding, Indexed
 from dpexp.clipping.operations.norms import BatchNorm, GroupNorm, InstanceNorm, LayerNorm, RMSNorm
 from dpexp.clipping.operations.others import AnyFunction, Spread, spreads
@@ -24,6 +24,11 @@ FORMULAS: dict[Any, Formula] = {
     Tensor.mm: Product(),
     torch.addmm: AddedProduct(),
     Tensor.addmm: AddedProduct(),
+    **{
+        getattr(owner, name): GroupedProduct()
+        for owner, name in ((F, "grouped_mm"), (torch, "_grouped_mm"))
+        if hasattr(owner, name)
+    },
     F.conv1d: Convolution(),
     F.conv2d: Convolution(),
     F.conv3d: Convolution(),

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from dpexp.clipping.gradients import Dense, Outer, PerExampleGradient
+import torch
+from torch import Tensor
+
+from dpexp.clipping.gradients import Dense, Grouped, Outer, PerExampleGradient
 from dpexp.clipping.gradients.numerics import wide
-from dpexp.clipping.tapping.uses import Arrival, Formula
+from dpexp.clipping.tapping.uses import Arrival, Formula, is_one_of
 
 
 class Linear(Formula):
@@ -50,6 +54,30 @@ class AddedProduct(Product):
     def covers(self, given: dict[str, Any]) -> bool:
         plain = given.get("beta", 1) == 1 and given.get("alpha", 1) == 1 and given["bias"].dim() == 1
         return plain and super().covers(given)
+
+
+class GroupedProduct(Formula):
+    """``y_r = x_r W_e``: the rows of the batch lie by the matrix e that they meet, up to ``offs[e]``, as those of experts do."""
+
+    label, by_place = "product by group", True
+    names = ("input", "weight", "offs")
+    keywords: ClassVar[dict[str, str]] = {"mat_a": "input", "mat_b": "weight"}
+
+    def applies(self, given: dict[str, Any], values: Sequence[Tensor], batched: Sequence[Tensor]) -> bool:
+        plain = given.get("bias") is None and given.get("out_dtype") is None
+        shaped = given["input"].dim() == 2 and given["weight"].dim() == 3
+        return plain and shaped and given.get("offs") is not None and is_one_of(given["weight"], values)
+
+    def reads(self, valued: set[str]) -> set[str]:
+        return {"input", "offs"}
+
+    def gradient(self, name: str, arrived: Arrival) -> PerExampleGradient:
+        assert arrived.places is not None
+        ends, count = arrived.tensor("offs").long(), len(arrived.value("weight"))
+        which = torch.searchsorted(ends, arrived.places, right=True).view(arrived.num_examples, -1)
+        # rows behind the last end met none
+        g = arrived.output_gradient(1).masked_fill((which == count).unsqueeze(2), 0)
+        return Grouped(g, arrived.rows("input"), which.clamp(max=count - 1), count)
 
 
 def shift(arrived: Arrival) -> Dense:

@@ -27,7 +27,7 @@ FAR = 2.0**13
 
 
 def formula_is_right(
-    use: Use, saved: tuple[Tensor, ...], gy: Tensor, layout: str, rows: int, weights: Tensor
+    use: Use, saved: tuple[Tensor, ...], gy: Tensor, layout: layouts.Layout, rows: int, weights: Tensor
 ) -> bool:
     """Tell whether a formula's sum under ``weights``, ``[B]``, is autograd's own gradient of the weighted outputs.
 
@@ -90,7 +90,9 @@ def _part(tensor: Tensor, examples: slice, num_examples: int) -> Tensor:
     return tensor[examples.start * of_each : examples.stop * of_each]
 
 
-def _agrees(use: Use, saved: tuple[Tensor, ...], gy: Tensor, layout: str, rows: int, weights: Tensor) -> bool:
+def _agrees(
+    use: Use, saved: tuple[Tensor, ...], gy: Tensor, layout: layouts.Layout, rows: int, weights: Tensor
+) -> bool:
     # NaN hides a formula, and zeros agree with every one (a gate that is closed at first): any other gradient tells as much
     saved, gy = tuple(finite(s) for s in saved), finite(gy)
     if not bool(gy.any()):
@@ -129,7 +131,13 @@ def _wide(tensor: Tensor) -> Tensor:
 
 
 def _compared(
-    use: Use, saved: tuple[Tensor, ...], gy: Tensor, layout: str, rows: int, weights: Tensor, rough: bool
+    use: Use,
+    saved: tuple[Tensor, ...],
+    gy: Tensor,
+    layout: layouts.Layout,
+    rows: int,
+    weights: Tensor,
+    rough: bool,
 ) -> bool:
     """``rough``: whether something on the way was rounded to 16 bits."""
     names, num = set(use.names), len(weights)

@@ -11,6 +11,7 @@ import ast
 from collections.abc import Hashable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from dpexp.clipping.gradients.memory import give_back_freed_memory
@@ -48,15 +49,18 @@ class Survey:
         layout: id of a use of this backward pass -> its layout.
     """
 
+    layout: dict[int, layouts.Layout]
+
     def __init__(self) -> None:
         self.roles: dict[str, str] = {}
         self.layouts: dict[tuple[str, int], str] = {}
         self.looped: set[str] = set()
-        # of the looped, those that this backward pass has found
+        # of the looped, those that this backward pass has found; and those that need the loop for this batch alone
         self._new: set[str] = set()
+        self._today: set[str] = set()
         self.settled = self.settled_alone = False
         self.backwards = 0
-        self.layout: dict[int, str] = {}
+        self.layout = {}
         # by parameter, those seen; an ordered set
         self.operations: dict[str, dict[str, None]] = {}
         # by place, for which `layouts.surplus` blocks are proven
@@ -124,8 +128,12 @@ class Survey:
         if pending or not known_uses:
             self._observe(visit, params, pending, doubted)
         # behind the last use, too
+        self._undecided |= any(isinstance(layout, layouts.Owned) for layout in self.layout.values())
         self._undecided |= any(owner.may_have_picked(visit.rows) for owner in visit.passes)
-        self.looped.update(*(use.names for use in visit.uses if self.layout[id(use)] == layouts.LOOP))
+        loops = [use for use in visit.uses if self.layout[id(use)] == layouts.LOOP]
+        lasting = self.looped.union(*(use.names for use in loops if use.place in self.layouts))
+        self.looped = lasting.union(*(use.names for use in loops))
+        self._today = self.looped - lasting
         unproven = self._unproven(visit)
         if unproven:
             self._check_formulas(visit, unproven)
@@ -164,6 +172,8 @@ class Survey:
         """End a backward pass."""
         # whether the batch was another input than the forward had assumed
         moved = visit.finish()
+        self.looped -= self._today
+        self._today = set()
         for use in self._shared:
             # the next forward derives it, and needs no loop
             self.roles[use.place[0]] = SHARED
@@ -191,8 +201,12 @@ class Survey:
         for use in visit.uses:
             found = layouts.candidates(use.input_shape, use.output_shape, visit.rows)
             known = self.layouts.get(use.place)
-            if visit.num_examples == 1:
-                shape = use.output_shape if use.input_shape is None else use.input_shape
+            shape = use.output_shape if use.input_shape is None else use.input_shape
+            if visit.rows and shape[:1] == use.output_shape[:1] == (0,):
+                # an expert without a row: there is nothing to prove, or to learn
+                nobody = torch.empty(0, dtype=torch.long, device=visit.roots.device)
+                self.layout[id(use)] = layouts.Owned.of(nobody, visit.num_examples)
+            elif visit.num_examples == 1:
                 # one dimension in and out may be the features of a single, squeezed example
                 told = len(shape) >= 2 or use.input_shape != use.output_shape
                 whole = told and shape[0] == use.output_shape[0] and shape[0] > 0
@@ -221,7 +235,11 @@ class Survey:
 
     def _unproven(self, visit: Visit) -> set[int]:
         """Uses whose formula is to be compared with autograd."""
-        found = {id(use) for use in visit.uses if _kind(use) not in self._right and self._clips(use)}
+        found = {
+            id(use)
+            for use in visit.uses
+            if _kind(use) not in self._right and self._clips(use) and use.output_shape[:1] != (0,)
+        }
         return found & visit.reached if found else found
 
     def _observe(
@@ -252,13 +270,18 @@ class Survey:
         if not observed.arrived(use):
             # its output was not used, or the forward was another one that still waits: it never arrives
             return
-        if id(use) in visit.loose or not found:
+        verdicts = {layout: observed.proven(use, layout) for layout in found}
+        picked = routed and all(verdict is False for verdict in verdicts.values())
+        if id(use) in visit.loose or not found or picked:
             self._refuse_mixed(use, observed)
+        if picked:
+            # whose its rows are holds for this batch alone, and where they do not tell, so does the loop
+            self.layout[id(use)], self._undecided = observed.owned(use) or layouts.LOOP, True
+            return
         if not found:
             # remembered: another batch size may make the leading dimension look like the batch
             self.layouts[use.place] = self.layout[id(use)] = layouts.LOOP
             return
-        verdicts = {layout: observed.proven(use, layout) for layout in found}
         if all(verdict is None for verdict in verdicts.values()):
             self._undecided = True
             # all gradients are zero: contribute nothing now, prove it next time
@@ -272,7 +295,7 @@ class Survey:
             if len(proven) > 1 or routed or passing or partly:
                 self.layout[id(use)], self._undecided = layout, True
                 return
-        elif routed or observed.one_each(use):
+        elif observed.one_each(use):
             layout = layouts.LOOP
         elif use.input_shape is None and self.looped.issuperset(use.names):
             # no operation on the batch; its first dimension happens to have as many rows
@@ -331,6 +354,9 @@ class Survey:
             if id(use) not in unproven:
                 return
             layout = self.layout[id(use)]
+            if isinstance(layout, layouts.Owned) and not bool(gy.any()):
+                # nobody's rows: what is summed of them now is nothing, and the formula stays unproven
+                return
             if layout != layouts.UNSEEN and formula_is_right(use, saved, gy, layout, visit.rows, weights):
                 self._right.add(_kind(use))
             else:

@@ -3,12 +3,14 @@
 A layer is told nothing about the batch. From the shapes we propose a layout and then *prove* it on the real graph: weight the
 losses and back-propagate again. A row that belongs to example i alone must have its gradient multiplied by exactly the weight
 of i. Rows that several examples share (a position table looked up once, a batch statistic)
-fail the proof. Proposals that fail leave the layer to the per-example loop, which needs no layout, or are refused.
+fail the proof. Of rows that the model picked by index, as experts get theirs, the weights themselves tell whose each is
+(`Owned`), for this batch. Proposals that fail leave the layer to the per-example loop, which needs no layout, or are refused.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -23,6 +25,67 @@ BLOCKS = (BLOCKED, STRIDED)
 LEVELS = (2.0, -2.0, 0.5, -0.5, 0.25, -0.25)
 # no proposal, and no gradient has arrived so far
 UNSEEN = "unseen"
+
+
+@dataclass(frozen=True, eq=False)
+class Owned:
+    """A layout of one batch: the rows of each example, wherever they lie, and as many for each as for the one that has most.
+
+    Attributes:
+        owners: ``[R]``, whose each row is; -1 of a row without a gradient.
+        places: ``[B, m]``, the rows of each example; its first one again in the place of those that it lacks.
+        real: ``[B, m]`` bool, False where an example lacks a row.
+    """
+
+    owners: Tensor
+    places: Tensor
+    real: Tensor
+
+    @staticmethod
+    def of(owners: Tensor, num_examples: int) -> Owned:
+        """Put the rows of each example side by side; ``owners``: ``[R]``."""
+        rows = (owners >= 0).nonzero().squeeze(1)
+        rows = rows[owners[rows].argsort(stable=True)]
+        own = owners[rows]
+        counts = torch.bincount(own, minlength=num_examples)
+        numbers = torch.arange(len(rows), device=own.device) - (counts.cumsum(0) - counts)[own]
+        most = max(1, int(counts.max()))
+        places = owners.new_zeros(num_examples, most)
+        real = torch.zeros_like(places, dtype=torch.bool)
+        places[own, numbers], real[own, numbers] = rows, True
+        places = torch.where(real, places, places[:, :1])
+        return Owned(owners, places, real)
+
+    def gathered(self, tensor: Tensor) -> Tensor:
+        """Return the rows ``[B * m, …]`` of a tensor ``[R, …]``; those that an example lacks hold any finite numbers."""
+        if not len(tensor):
+            return tensor.new_zeros(self.places.numel(), *tensor.shape[1:])
+        found = tensor[self.places.flatten()]
+        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+            # an example without any row is not to lose its gradient by a row of another one
+            instead = found.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+            return torch.where(self._beside(found), found, instead)
+        return found
+
+    def gradients(self, gy: Tensor) -> Tensor:
+        """Return the rows ``[B * m, …]`` of gradients ``[R, …]``; zeros where an example lacks one."""
+        found = self.gathered(gy)
+        return found.masked_fill_(~self._beside(found), 0)
+
+    def weighted(self, tensor: Tensor, by_row: Tensor) -> Tensor:
+        """Multiply each row of a tensor ``[R, …]`` by the weight of its example, of which each has as many in ``by_row``.
+
+        One without an owner becomes zero.
+        """
+        own = by_row.to(tensor)[self.owners.clamp(min=0) * (len(by_row) // len(self.places))]
+        return tensor * own.masked_fill(self.owners < 0, 0).view(-1, *[1] * (tensor.dim() - 1))
+
+    def _beside(self, tensor: Tensor) -> Tensor:
+        return self.real.view(-1, *[1] * (tensor.dim() - 1))
+
+
+# which rows are whose: a name, or what was found of one batch
+Layout = str | Owned
 
 
 def candidates(input_shape: torch.Size | None, output_shape: torch.Size, rows: int) -> list[str]:
@@ -40,7 +103,7 @@ def candidates(input_shape: torch.Size | None, output_shape: torch.Size, rows: i
     return found
 
 
-def surplus(layout: str, shape: torch.Size, rows: int, columns: Iterable[int]) -> int | None:
+def surplus(layout: Layout, shape: torch.Size, rows: int, columns: Iterable[int]) -> int | None:
     """How many more rows than the closest input has columns each example has at an operation; None where they are no blocks.
 
     It is the same for texts of every length. Where it changes, rows may be a multiple of the batch by chance: a model may leave
@@ -64,15 +127,24 @@ def per_example(
     use: Use,
     saved: tuple[Tensor, ...],
     gy: Tensor,
-    layout: str,
+    layout: Layout,
     rows: int,
     num_examples: int,
     names: set[str],
 ) -> dict[str, PerExampleGradient]:
     """Find the per-example gradients of a use whose layout is known; ``rows``: of all examples."""
+    if isinstance(layout, Owned):
+        own = tuple(layout.gathered(s) if b else s for s, b in zip(saved, use.batched, strict=True))
+        arrival = Arrival(use, own, layout.gradients(gy), num_examples, places=layout.places.flatten())
+        return arrival.per_example(names)
     major = tuple(example_major(s, layout, rows) if b else s for s, b in zip(saved, use.batched, strict=True))
     turned = layout == SECOND and gy.dim() >= 2
-    return Arrival(use, major, example_major(gy, layout, rows), num_examples, turned).per_example(names)
+    places = None
+    if use.formula.by_place:
+        places = example_major(torch.arange(len(gy), device=gy.device), layout, rows)
+    return Arrival(use, major, example_major(gy, layout, rows), num_examples, turned, places).per_example(
+        names
+    )
 
 
 def due(number: int) -> bool:
@@ -111,8 +183,10 @@ def all_weights(num_examples: int) -> list[Tensor]:
     return [weights(num_examples, digit) for digit in range(digits)]
 
 
-def weighted_rows(tensor: Tensor, layout: str, rows: int, by_row: Tensor) -> Tensor:
+def weighted_rows(tensor: Tensor, layout: Layout, rows: int, by_row: Tensor) -> Tensor:
     """Multiply the rows of each example by the example's weight; ``by_row`` is ``[rows]``, the layout stays."""
+    if isinstance(layout, Owned):
+        return layout.weighted(tensor, by_row)
     major = example_major(tensor, layout, rows)
     weights = by_row.to(tensor).repeat_interleave(major.shape[0] // rows)
     if layout == STRIDED:

@@ -20,6 +20,8 @@ from dpexp.clipping.tapping.uses import ForwardPass, Use
 Signature = tuple[Tensor, Tensor]
 # views of rows whose examples no shape tells: along all dimensions but the last, and along the last one
 FRONT, LAST = "front", "last"
+# how much less the error of the level that a row follows is than that of any other
+CLEARLY = 8
 
 
 class Observed:
@@ -88,7 +90,7 @@ class Observed:
         if here in self.visit.loose and gy.dim() and len(gy) > self.visit.num_examples:
             more = int(gy.reshape(len(gy), -1).ne(0).any(1).sum()) > self.visit.num_examples
             self._several[owner] = self._several.get(owner, False) or more
-        told = self.pending[here] == [layouts.ROWS] and here not in self.visit.loose
+        told = self.pending[here] == [layouts.ROWS] and not (here in self.visit.loose or use.is_routed(rows))
         if gy.dim() and not told:
             seen.update({(here, view): found for view, found in views(gy).items()})
 
@@ -144,12 +146,14 @@ class Observed:
         telling = _telling(scale, finite, self._dtypes[id(use)])
         return bool(telling.reshape(self.visit.num_examples, -1).any(1).all())
 
-    def refuted(self, use: Use, layout: str) -> bool:
+    def refuted(self, use: Use, layout: layouts.Layout) -> bool:
         """Whether a layout that was proven before does not hold any more.
 
         Stricter about evidence than `proven` is about proof: training goes on if this is False, and in a trained model the
         gradients of confident examples are so small that rounding is all there is to see.
         """
+        # whose rows were picked is proven anew, and never doubted
+        assert isinstance(layout, str)
         plain, weighted = (seen[id(use), layout] for seen in self._seen[:2])
         error, scale, finite = _compared(plain, weighted, self._by_row[0])
         large = scale > 1e-3 * torch.where(finite, scale, 0.0).max()
@@ -161,6 +165,33 @@ class Observed:
         here = id(use)
         seen = [{v: rows[here, v] for v in (FRONT, LAST) if (here, v) in rows} for rows in self._seen]
         return apart(seen, self._dtypes[here])
+
+    def owned(self, use: Use) -> layouts.Owned | None:
+        """Whose each row of a use is: the example with the weights that the row has followed; None where a row does not tell."""
+        here = id(use)
+        if len(self._seen) < 2 or (here, FRONT) not in self._seen[0]:
+            return None
+        plain, dtype = self._seen[0][here, FRONT], self._dtypes[here]
+        levels = [_level(plain, seen[here, FRONT], dtype) for seen in self._seen[1:]]
+        # too small to matter, and to tell
+        scales = torch.cat([plain[1] + seen[here, FRONT][1] for seen in self._seen[1:]], 1)
+        finite = scales.isfinite()
+        silent = (finite & ~_telling(scales, finite, dtype)).all(1)
+        number = torch.zeros_like(levels[0])
+        for digit, level in enumerate(levels):
+            number += level * len(layouts.LEVELS) ** digit
+        unclear = torch.stack([level < 0 for level in levels]).any(0) | (number >= self.visit.num_examples)
+        if bool((unclear & ~silent).any()):
+            return None
+        # of each number, the example whose weights have it for their digits
+        order = layouts.fixed_order(self.visit.num_examples).argsort().to(number.device)
+        owners = torch.where(silent, -1, order[number.clamp(0, self.visit.num_examples - 1)])
+        # positions of a row are its own
+        owners = owners.reshape(use.output_shape[0], -1)
+        first = owners.amax(1)
+        if bool(((owners >= 0) & (owners != first[:, None])).any()):
+            return None
+        return layouts.Owned.of(first, self.visit.num_examples)
 
     def mixed_input(self) -> Tensor | None:
         """An input whose gradient, for the stage before this one, mixes examples."""
@@ -218,6 +249,25 @@ def _by_level(plain: Signature, weighted: Signature, tolerance: float) -> Iterat
     """Yield each of `layouts.LEVELS` with the rows that follow it."""
     for level in layouts.LEVELS:
         yield level, (weighted[0] - level * plain[0]).abs() <= tolerance * (plain[1] + weighted[1])
+
+
+def _level(plain: Signature, weighted: Signature, dtype: torch.dtype) -> Tensor:
+    """``[rows]``, which of `layouts.LEVELS` each row follows; -1 where it is none, or one of several.
+
+    A level is a power of two, by which nothing is rounded: the right one fits much better than those that fit as well because the
+    direction of the projection, by chance, saw little of a row.
+    """
+    scale = plain[1] + weighted[1]
+    errors = torch.cat(
+        [
+            torch.maximum((weighted[0] - level * plain[0]).abs(), (weighted[1] - abs(level) * plain[1]).abs())
+            for level in layouts.LEVELS
+        ],
+        1,
+    )
+    best, second = errors.topk(2, 1, largest=False)[0].unbind(1)
+    told = (best <= _tolerance(dtype) * scale.squeeze(1)) & (CLEARLY * best < second)
+    return torch.where(told, errors.argmin(1), -1)
 
 
 def views(gy: Tensor) -> dict[str, Signature]:

@@ -97,6 +97,9 @@ def _dispatch(func: Any, args: tuple, kwargs: dict) -> Any:
         # no tap goes into torch.func's transforms, nor where tangents are computed beside the values
         transformed = peek_interpreter_stack() is not None or forward_ad._current_level >= 0
         plainly = torch.is_grad_enabled() and not transformed
+        if plainly and func is torch.Tensor.__getitem__ and _is_number(args[1]):
+            # which of the matrices that a parameter stacks: it decides no more than a number of Python's does
+            args = (args[0], int(args[1]))
         if plainly and (func.__name__ != "__get__" or func in TRANSPOSES):
             plain = [*args, *kwargs.values()] if kwargs else args
             values = [item for item in plain if type(item) is Followed]
@@ -113,6 +116,14 @@ def _dispatch(func: Any, args: tuple, kwargs: dict) -> Any:
                 if result is not NotImplemented:
                     return result
         return func(*args, **kwargs)
+
+
+def _is_number(index: Any) -> bool:
+    return (
+        isinstance(index, Tensor)
+        and index.dim() == 0
+        and not (index.is_floating_point() or index.is_complex() or index.dtype == torch.bool)
+    )
 
 
 def _set(func: Any, value: Any, *given: Any) -> None:

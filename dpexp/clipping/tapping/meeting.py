@@ -142,7 +142,7 @@ def planned(call: Call) -> tuple[Template, list[Tensor] | None]:
         if not keep:
             rest += 1
             return Slot(-rest)
-        from_batch.append(any(tensor is t for t in call.batched))
+        from_batch.append(any(tensor is t for t in call.batched) and (tensor is main or not formula.by_place))
         saved.append(tensor)
         return Slot(len(saved) - 1)
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from dpexp.clipping.gradients import Outer, PerExampleGradient, Pulled, merge, numerics
+from dpexp.clipping.gradients import Grouped, Outer, PerExampleGradient, Pulled, merge, numerics
 from dpexp.clipping.gradients.numerics import by_example
 from dpexp.clipping.tapping.dataflow import NONE, Sizes
 
@@ -20,6 +20,10 @@ class Slot(int):
 
 class ValueSlot(int):
     """Where a value computed from parameters stands."""
+
+
+# of autograd, what gives back a part of a parameter as it is, or transposed
+VIEWS = ("TBackward0", "TransposeBackward0", "PermuteBackward0", "SelectBackward0")
 
 
 @dataclass(eq=False)
@@ -47,21 +51,41 @@ class Value:
                 continue
             if self.graph is None:
                 yield name, of_value
-            elif isinstance(of_value, Outer) and self.is_transpose:
-                yield name, of_value.transposed()
+            elif (seen := self._seen_as(param, of_value)) is not None:
+                yield name, seen
             else:
                 yield name, Pulled(of_value, PullBack(self.graph, param), param.shape, self.rounds)
 
-    @property
-    def is_transpose(self) -> bool:
-        """Whether the value is nothing but one parameter, a matrix, transposed."""
-        node = None if self.graph is None or self.graph.dim() != 2 else self.graph.grad_fn
-        if node is None or node.name() not in ("TBackward0", "TransposeBackward0", "PermuteBackward0"):
-            return False
-        alias, (param,) = node.next_functions[0][0], self.reached.values()
-        if alias is None or alias.name() != "AliasBackward0" or self.leaf.shape != param.shape[::-1]:
-            return False
-        return hasattr(alias.next_functions[0][0], "variable") and self.leaf.stride() == param.stride()[::-1]
+    def _seen_as(self, param: nn.Parameter, of_value: PerExampleGradient) -> PerExampleGradient | None:
+        """The gradients of a parameter of which the value is a view: transposed, or one of the matrices that it stacks.
+
+        None where it is another function of it.
+        """
+        node, leaf = None if self.graph is None else self.graph.grad_fn, self.leaf
+        while node is not None and node.name() in VIEWS:
+            node = node.next_functions[0][0]
+        if not (
+            isinstance(of_value, Outer | Grouped)
+            and node is not None
+            and node.name() == "AliasBackward0"
+            and hasattr(node.next_functions[0][0], "variable")
+        ):
+            return None
+        # where the numbers lie tells which view it is
+        rest = param.dim() - leaf.dim()
+        of_one = param.shape[rest:], param.stride()[rest:]
+        turned = tuple((*sizes[:-2], sizes[-1], sizes[-2]) for sizes in of_one) if leaf.dim() > 1 else of_one
+        if (tuple(leaf.shape), leaf.stride()) == turned:
+            of_value = of_value.transposed()
+        elif (leaf.shape, leaf.stride()) != of_one:
+            return None
+        if rest == 0:
+            return of_value
+        if rest > 1 or not isinstance(of_value, Outer):
+            return None
+        number = (leaf.storage_offset() - param.storage_offset()) // param.stride(0)
+        g, a = of_value.parts[1], of_value.parts[0]
+        return Grouped(a, g, torch.full(a.shape[:2], number, device=a.device), len(param))
 
     def gradients(self, of_value: Tensor, names: set[str]) -> Iterator[tuple[str, Tensor]]:
         """Pull one gradient of the value back."""
@@ -104,12 +128,14 @@ class Formula:
     Attributes:
         label: shown in the coverage table; None for a function of which nothing is known.
         autocast: whether autocast runs the operation in 16 bits.
+        by_place: whether what it does to a row goes by where the row lies; nothing but its input has rows then.
         names: of the operation's arguments, in their order. ``input`` is the one that is mapped row by row.
         keywords: of arguments that torch calls otherwise, and their names here.
     """
 
     label: str | None = None
     autocast = False
+    by_place = False
     names: tuple[str, ...] = ()
     keywords: ClassVar[dict[str, str]] = {}
 
@@ -374,6 +400,7 @@ class Arrival:
         gy: gradient of the sum of losses with respect to the output.
         num_examples: B; may be 0.
         turned: whether the rows stand in the second dimension of the operation's own tensors.
+        places: ``[B * m]``, where the rows lay in the operation's own tensors, for a formula that goes by it.
     """
 
     use: Use
@@ -381,6 +408,7 @@ class Arrival:
     gy: Tensor
     num_examples: int
     turned: bool = False
+    places: Tensor | None = None
 
     def per_example(self, names: set[str]) -> dict[str, PerExampleGradient]:
         """Find the per-example gradients of the parameters ``names``."""
