@@ -43,7 +43,7 @@ def error_of(workload, method):
 
 
 @pytest.mark.parametrize("method", ["nonprivate", "auto/flat", "auto/layer"])
-@pytest.mark.parametrize("workload", [*SEVEN, "vit_timm", "lstm", "lstm_opacus"])
+@pytest.mark.parametrize("workload", [*SEVEN, "vit_timm", "lstm", "lstm_opacus", "mixtral"])
 def test_our_sums_are_those_of_the_naive_loop(workload, method):
     assert error_of(workload, method) < 1e-4
 

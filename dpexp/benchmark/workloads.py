@@ -144,6 +144,23 @@ def llama(*, layers: int, width: int, heads: int, vocabulary: int, length: int) 
     return _language(model, vocabulary, length)
 
 
+def mixtral(*, layers: int, width: int, heads: int, experts: int, vocabulary: int, length: int) -> Parts:
+    """Mixtral with two experts for each token and a loss on every token."""
+
+    def model() -> nn.Module:
+        from transformers import MixtralConfig, MixtralForCausalLM
+
+        return MixtralForCausalLM(
+            MixtralConfig(
+                num_hidden_layers=layers, hidden_size=width, num_attention_heads=heads, num_key_value_heads=heads // 2,
+                intermediate_size=2 * width, num_local_experts=experts, vocab_size=vocabulary,
+                max_position_embeddings=length, use_cache=False, bos_token_id=0, eos_token_id=0,
+            )
+        )  # fmt: skip
+
+    return _language(model, vocabulary, length)
+
+
 def roberta(*, layers: int, width: int, heads: int, vocabulary: int, length: int) -> Parts:
     """RoBERTa with a head for two classes; the second half of the rows is padded from the middle on."""
 
@@ -378,6 +395,13 @@ WORKLOADS: dict[str, Workload] = {
     # recurrent, and the same for Opacus
     "lstm": Workload(lstm, 32, _LSTM | {"opacus": False}, _TINY_LSTM),
     "lstm_opacus": Workload(lstm, 32, _LSTM | {"opacus": True}, _TINY_LSTM),
+    # eight experts, of which each token meets two
+    "mixtral": Workload(
+        mixtral,
+        8,
+        {"layers": 4, "width": 512, "heads": 8, "experts": 8, "vocabulary": 5000, "length": 128},
+        _TINY_TEXT | {"experts": 3},
+    ),
     # how cost grows with the length of a text
     "llama_256": _llama(256),
     "llama_1024": _llama(1024),

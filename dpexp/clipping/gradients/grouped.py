@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ class Grouped(PerExampleGradient):
     """``g_i[e] = sum_t g_it a_itᵀ`` over the positions t that met matrix e.
 
     "ghost" leaves out the products of positions that met different matrices: ``2 B T² (p + d)`` flops, whatever the number of
-    matrices; "instantiate" forms the gradients of all of them.
+    matrices; "instantiate" forms the gradients of all of them: ``2 B T p d``.
 
     Args:
         a: ``[B, T, d]``, inputs.
@@ -41,7 +41,9 @@ class Grouped(PerExampleGradient):
 
     def cost(self, method: str) -> Cost:
         (B, T), (E, p, d) = self.which.shape, self.shape
-        return cost.ghost_norm(B, T, p, d) if method == "ghost" else cost.instantiation(B, T, E * p, d)
+        if method == "ghost":
+            return cost.ghost_norm(B, T, p, d)
+        return Cost(cost.instantiation(B, T, p, d).flops, B * E * p * d)
 
     def workspace(self, method: str) -> int:
         T = self.which.shape[1]
@@ -75,16 +77,16 @@ class Grouped(PerExampleGradient):
     def _gradients(self, start: int, stop: int, method: str, out: Tensor | None) -> Tensor:
         a, g, which = self.a[start:stop], self.g[start:stop], self.which[start:stop]
         rows = self._zeros(stop - start, *self.shape) if out is None else out.zero_()
-        for e in which.unique().tolist():
-            rows[:, e] = numerics.product(g.masked_fill((which != e).unsqueeze(2), 0).mT, a)
+        for i in range(stop - start):
+            for e, own in _by_matrix(which[i]):
+                rows[i, e] = numerics.product(g[i, own].t(), a[i, own])
         return rows
 
     def _weighted_sum(self, factors: Tensor, out: Tensor | None) -> Tensor:
         g = numerics.scale(self.g, factors).flatten(0, 1)
         a, which = self.a.flatten(0, 1).to(g.dtype), self.which.flatten()
         total = self._zeros(*self.shape) if out is None else out
-        for e in which.unique().tolist():
-            own = which == e
+        for e, own in _by_matrix(which):
             total[e] += numerics.product(g[own].t(), a[own]).to(total.dtype)
         return total
 
@@ -97,3 +99,11 @@ class Grouped(PerExampleGradient):
         parts = ((self.a, other.a), (self.g, other.g), (self.which, other.which))
         a, g, which = (torch.cat(part, 1) for part in parts)
         return Grouped(a, g, which, self.shape[0])
+
+
+def _by_matrix(which: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """Yield each matrix that any position met, with those positions; ``which``: ``[T]``."""
+    order, counts = which.argsort(stable=True), torch.bincount(which).tolist()
+    for e, own in enumerate(order.split(counts)):
+        if len(own):
+            yield e, own

@@ -23,7 +23,7 @@ class ValueSlot(int):
 
 
 # of autograd, what gives back a part of a parameter as it is, or transposed
-VIEWS = ("TBackward0", "TransposeBackward0", "PermuteBackward0", "SelectBackward0")
+VIEWS = ("AliasBackward0", "TBackward0", "TransposeBackward0", "PermuteBackward0", "SelectBackward0")
 
 
 @dataclass(eq=False)
@@ -64,12 +64,7 @@ class Value:
         node, leaf = None if self.graph is None else self.graph.grad_fn, self.leaf
         while node is not None and node.name() in VIEWS:
             node = node.next_functions[0][0]
-        if not (
-            isinstance(of_value, Outer | Grouped)
-            and node is not None
-            and node.name() == "AliasBackward0"
-            and hasattr(node.next_functions[0][0], "variable")
-        ):
+        if not (isinstance(of_value, Outer | Grouped) and hasattr(node, "variable")):
             return None
         # where the numbers lie tells which view it is
         rest = param.dim() - leaf.dim()
