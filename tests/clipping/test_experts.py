@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from dpexp.clipping import attach
 from dpexp.clipping.attach import Clipper
@@ -67,6 +68,22 @@ class Stacked(Mixture):
         return F.linear(rows, self.up[torch.tensor(e)], self.bias[e]).tanh() @ self.down[e]
 
 
+class Uncommon(Mixture):
+    """Operations without a formula, and one that broadcasts, on as many rows as there happen to be; computed again on the way back."""
+
+    def make(self) -> None:
+        self.scales = nn.Parameter(torch.randn(EXPERTS, D))
+        self.matrix = nn.Parameter(torch.randn(D, D) / 2)
+        self.pairs = nn.ModuleList(nn.Bilinear(D, D, D) for _ in range(EXPERTS))
+
+    def expert(self, e: int, rows: Tensor) -> Tensor:
+        return checkpoint(self.inside, e, rows, use_reentrant=False)
+
+    def inside(self, e: int, rows: Tensor) -> Tensor:
+        rows = torch.einsum("rd,de->re", rows * self.scales[e], self.matrix).tanh()
+        return self.pairs[e](rows, rows.sin())
+
+
 class Adapted(Mixture):
     """Experts with adapters, the second matrix of which is zero at first, and lets no gradient through."""
 
@@ -105,7 +122,7 @@ def step(clipper: Clipper, model: nn.Module, found: Tensor) -> dict[str, Tensor]
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("kind", [Mixture, Stacked, Adapted])
+@pytest.mark.parametrize("kind", [Mixture, Stacked, Uncommon, Adapted])
 @pytest.mark.parametrize("engine", ["auto", "bk", "ghost"])
 def test_experts_need_no_loop_and_are_exact(kind: type[Mixture], engine: str) -> None:
     torch.manual_seed(0)

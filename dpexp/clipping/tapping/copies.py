@@ -55,7 +55,7 @@ def spread(call: Call, met: tuple[Value, ...]) -> Any:
     """
     recorder, others = call.recorder, call.others
     shape = _broadcast_shape(call, met)
-    if not has_rows(recorder, shape):
+    if not has_rows(call, shape):
         return NotImplemented
     wider = [t.dtype for t in others if t.dim() and t.is_floating_point()]
     copies = []

@@ -97,7 +97,7 @@ def _run(call: Call, template: Template, met: tuple[Value, ...], nested: list[Te
     if not isinstance(y, Tensor) or not y.dim() or not y.is_floating_point():
         return NotImplemented
     if formula.label is None:
-        if not has_rows(call.recorder, y.shape):
+        if not has_rows(call, y.shape):
             return NotImplemented
         # a tap marks what it passes on as written to, and the operation may have kept its output
         y = y.clone()

@@ -19,6 +19,8 @@ from dpexp.clipping.tapping.uses import Value
 Origin = tuple[bool | None, bool, Sizes]
 OF_PARAMETERS: Origin = (False, False, NONE)
 LONGEST_KEY = 200
+# beside the roles of operations
+PICKED = "picked"
 
 
 @dataclass(eq=False, slots=True)
@@ -98,7 +100,20 @@ def origin(recorder: Recorder, batched: Sequence[Tensor]) -> Origin:
     return any(t in flow for t in batched), flow.of_examples(rows), flow.routed(*batched)
 
 
-def has_rows(recorder: Recorder, shape: torch.Size) -> bool:
-    """Tell whether a tensor of this shape can have the examples in its first or second dimension."""
-    rows = recorder.rows
-    return len(shape) > 0 and (not rows or shape[0] % rows == 0 or (len(shape) > 1 and shape[1] == rows))
+def has_rows(call: Call, shape: torch.Size) -> bool:
+    """Tell whether what an operation gives, of this shape, can have rows of examples in its first or second dimension."""
+    rows = call.recorder.rows
+    if not shape or not rows or shape[0] % rows == 0 or (len(shape) > 1 and shape[1] == rows):
+        return len(shape) > 0
+    return any(t.shape[:1] == shape[:1] for t in call.batched) and _picked(call)
+
+
+def _picked(call: Call) -> bool:
+    """Whether rows may have been picked, as many as there are by chance; where nobody watches, as it was found before."""
+    recorder, key = call.recorder, f"{call.key}~picked"
+    if recorder.flow is None or recorder.current is None:
+        return recorder.known_role(key) is not None
+    if recorder.flow.routed(*call.batched):
+        recorder.current.roles[key] = PICKED
+        return True
+    return False
