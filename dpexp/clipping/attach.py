@@ -329,7 +329,7 @@ class Clipper(AnyClipper):
             self._reducer = distributed.reducer_of(self.model)
             if torch.is_grad_enabled():
                 if given.tensors and not given.tensors[0].numel():
-                    self._try_empty(args, kwargs)
+                    self._try_empty(module, args, kwargs)
                 self._entered = True
                 self._independence.enter(args, kwargs, given.rows)
                 check_same_parameters(self.model, self.params, self._shards)
@@ -342,11 +342,11 @@ class Clipper(AnyClipper):
         super()._leave(module, args, output)
         self._backend.leave(output, self._independence.looking)
 
-    def _try_empty(self, args: tuple, kwargs: dict) -> None:
+    def _try_empty(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         """Many models cannot reshape a batch of no examples, and say so in words about shapes."""
         try:
             with torch.no_grad():
-                self.model(*args, **kwargs)
+                module(*args, **kwargs)
         except Exception as error:
             raise UserError(
                 f"the batch is empty, and this model cannot take that ({error}). An empty Poisson batch need not go through the "

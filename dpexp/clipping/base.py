@@ -146,9 +146,11 @@ class AnyClipper(ABC):
 
     def _hook(self) -> None:
         """Take part in the model's forwards from here on."""
+        # which looks repeat by itself, without the DistributedDataParallel around it
+        model = self._independence.model
         self._hooks = [
-            self.model.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True),
-            self.model.register_forward_hook(self._leave, always_call=True),
+            model.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True),
+            model.register_forward_hook(self._leave, always_call=True),
         ]
 
     @abstractmethod

@@ -194,6 +194,8 @@ def deliver(
                         param.grad *= world if synced else 1 / world
             if synced:
                 values = [_tensor(sums.get(name), p) * world for name, p in params.items()]
+                # no forward of the wrapper may have done so: one under no_sync() does not, nor does its module by itself
+                reducer.reducer.prepare_for_backward([])
                 torch.autograd.backward(list(params.values()), values)
                 return False
         for name, param in params.items():

@@ -7,6 +7,7 @@ tasks, PEFT, state dicts and `attach` see an ordinary model, and a parameter has
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -78,6 +79,10 @@ def keep_stage(model: nn.Module, stage: int, stages: int) -> nn.Module:
     for i in range(count):
         if not first <= i < last:
             del blocks._modules[str(i)]
+    if kinds := getattr(inner.config, "layer_types", None):
+        # which attention a block has is looked up by its place among those that are there
+        inner.config = copy.deepcopy(inner.config)
+        inner.config.layer_types = kinds[first:last]
     if stage > 0:
         for part in embeddings[:1] + behind:
             setattr(inner, part, nn.Identity())

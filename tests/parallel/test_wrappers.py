@@ -67,6 +67,65 @@ def test_parts_add_up_whoever_adds_them_and_wherever_the_wrapper_is(tmp_path: Pa
                 torch.testing.assert_close(sums[name], value, msg=lambda m, name=name: f"{name}: {m}")
 
 
+def unready(ranks: Ranks) -> list[dict[str, Tensor]]:
+    """Sums of passes whose forwards have not made the wrapper ready: its module's own, and one under ``no_sync()``."""
+    found = []
+    for direct in (True, False):
+        model = made(CASE)
+        wrapped = DistributedDataParallel(model) if ranks.several else model
+        clipper = attach(wrapped, clip_norm=0.5)
+        for number in range(3):
+            rows = list(range(4 * number, 4 * number + 4))[ranks.rank :: ranks.size]
+            with nullcontext() if direct or not ranks.several else wrapped.no_sync():
+                lost = losses(CASE, model if direct else wrapped, list(dataset("mlp")[rows]))
+            clipper.backward(lost)
+        found.append({name: p.grad.clone() for name, p in model.named_parameters()})
+    return found
+
+
+def test_sums_are_added_up_whether_a_forward_has_made_the_wrapper_ready_or_not(tmp_path: Path) -> None:
+    expected = unready(Ranks())
+    for found in run_ranks(2, tmp_path, unready):
+        for ours, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours, theirs)
+
+
+class MeanBack(torch.autograd.Function):
+    """The identity; a gradient is multiplied by a mean over the batch."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * (1 + 10 * ctx.saved_tensors[0].mean().abs())
+
+
+class Mixing(nn.Module):
+    """Examples meet in its backward alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(10, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(MeanBack.apply(self.first(x)))
+
+
+def mixed_behind(ranks: Ranks) -> str:
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Mixing())
+    clipper = attach(model)
+    return told_by(lambda: clipper.backward(losses(CASE, model, list(dataset("mlp")[:4]))))
+
+
+def test_what_goes_back_within_a_wrapper_is_looked_at(tmp_path: Path) -> None:
+    for told in run_ranks(2, tmp_path, mixed_behind):
+        assert "the gradient of what one example gets out of the model changes" in told
+
+
 # of each rank in each pass
 TURNS = ((4, 0), (0, 3), (0, 0), (2, 2), (0, 4))
 

@@ -6,7 +6,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 from dpexp.tasks import DataInfo, Task
 
@@ -24,7 +31,12 @@ def language_model(kind: str, lora: bool, dtype: torch.dtype = torch.float64) ->
     else:
         small = {"vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4}
         heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 32}
-        model = LlamaForCausalLM(LlamaConfig(**small, **heads, use_cache=False, **tied))
+        if kind == "qwen2":
+            # blocks of two kinds: from the second on, they look back two tokens
+            window = {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1}
+            model = Qwen2ForCausalLM(Qwen2Config(**small, **heads, **window, use_cache=False, **tied))
+        else:
+            model = LlamaForCausalLM(LlamaConfig(**small, **heads, use_cache=False, **tied))
     if lora:
         from peft import LoraConfig, get_peft_model
 

@@ -29,7 +29,7 @@ def two_forwards(stages: list[nn.Module], clippers: list[Clipper], batch: dict[s
 
 
 @pytest.mark.parametrize(
-    ("kind", "lora"), [("gpt2", True), ("gpt2", False), ("llama", True), ("llama", False)]
+    ("kind", "lora"), [("gpt2", True), ("gpt2", False), ("llama", True), ("llama", False), ("qwen2", False)]
 )
 def test_two_stages_in_turn_give_the_sums_and_norms_of_one_process(kind: str, lora: bool) -> None:
     whole, batch = language_model(kind, lora), batch_of(6)
