@@ -72,12 +72,19 @@ def hooked(h: Tensor, way: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
     return h
 
 
+def opposite(h: Tensor) -> Tensor:
+    """Goes by the number of rows, in a way that is nothing in the sum over the rows of the weight before it."""
+    parts = torch.tensor([3.0, -1.0, -1.0, -1.0, 0.0])
+    return Back.apply(h, lambda x, g: g + len(x) * g[:, :1] * parts)
+
+
 MIXED: dict[str, Callable[[], nn.Module]] = {
     "rows": lambda: Net(lambda h: Back.apply(h, lambda x, g: g / len(x))),
     "spread": lambda: Net(lambda h: Back.apply(h, lambda x, g: g * x.std())),
     "gate": lambda: Net(lambda h: Back.apply(h, lambda x, g: torch.where(x > x.mean(0), g, 0.0))),
     "hook": lambda: Net(lambda h: hooked(h, lambda x, g: g * x.std())),
     "step size": lambda: Net(StepSize(of_batch=True)),
+    "opposite": lambda: nn.Sequential(nn.Linear(D, D, bias=False), Between(opposite)),
 }
 APART: dict[str, Callable[[], nn.Module]] = {
     "gate": lambda: Net(lambda h: Back.apply(h, lambda x, g: torch.where(x > 0, g, 0.0))),
