@@ -158,3 +158,19 @@ def test_what_is_computed_again_on_the_way_back_draws_nothing_and_leaves_nothing
         assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
     assert not clipper.notes
     assert "one back-propagation per example" not in clipper.choices.values()
+
+
+def test_what_is_drawn_on_the_way_back_alone_is_constant_in_a_look() -> None:
+    drawn: list[Tensor] = []
+
+    def shaken(x: Tensor, gradient: Tensor) -> Tensor:
+        drawn.append(torch.rand(len(x), 2))
+        return gradient * (drawn[-1][:, :1] < 2)
+
+    model = Net(lambda h: Back.apply(h, shaken))
+    clipper = attach(model)
+    clipper.backward(model(batch()).square().sum(1))
+    assert not clipper.notes
+    # both halves among all, and alone
+    constant = [len(numbers) for numbers in drawn if bool((numbers == numbers[0, 0]).all())]
+    assert constant == [B, B, B // 2, B // 2]

@@ -15,9 +15,8 @@ from torch import Tensor, nn
 
 from dpexp.clipping.independence.arguments import Inputs
 from dpexp.clipping.independence.batches import Variant
-from dpexp.clipping.independence.chance import WithoutChance
 from dpexp.clipping.independence.comparison import Comparison, outputs
-from dpexp.clipping.independence.replay import Replay
+from dpexp.clipping.independence.replay import Replay, again
 
 # numbers of parameters whose gradients are compared, the smallest ones: what goes wrong behind a layer shows in its bias; and of
 # the first one, which is behind everything in most models
@@ -54,15 +53,17 @@ class Backwards:
         variant, whole = [self._variants[number]], self._replay.inputs
         if number == 0:
             try:
-                self._before = self._gradients(whole, self._variants, False)
+                self._before = again(self._gradients, whole, self._variants, False)
             except Exception:
                 self._before = None
-        before = self._gradients(whole, variant, False)[0] if self._before is None else self._before[number]
-        here = self._gradients(batch, variant, True)[0] if before else {}
+        before = (
+            again(self._gradients, whole, variant, False)[0] if self._before is None else self._before[number]
+        )
+        here = again(self._gradients, batch, variant, True)[0] if before else {}
         name = self._unlike(before, here)
         if name and number > 0:
             # of one graph, the second time may be another one
-            name = self._unlike(self._gradients(whole, variant, False)[0], here)
+            name = self._unlike(again(self._gradients, whole, variant, False)[0], here)
         return name
 
     def _gradients(self, batch: Inputs, variants: Sequence[Variant], here: bool) -> list[Folded]:
@@ -82,11 +83,7 @@ class Backwards:
                     leaves.clear()
                 found.append({})
                 # what is computed again on the way back draws nothing either
-                with (
-                    _folding(self._params, found[-1]),
-                    self._replay.silence(),
-                    WithoutChance(self._replay.chance),
-                ):
+                with _folding(self._params, found[-1]), self._replay.silence(), self._replay.without_chance():
                     if tensors and self._params:
                         torch.autograd.grad(
                             tensors,

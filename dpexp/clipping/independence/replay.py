@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from copy import copy
-from typing import Any, cast
+from typing import Any, ParamSpec, TypeVar, cast
 
 import numpy as np
 import torch
@@ -30,6 +30,9 @@ from dpexp.clipping.independence.state import State
 from dpexp.clipping.sharding import is_shard
 from dpexp.clipping.tapping.dataflow import tensors_in
 from dpexp.clipping.tapping.roots import NodeKey, Roots, node_key
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 # the keyword under which what entered an earlier forward stands beside what enters this one
 EARLIER = "_dpexp_earlier"
@@ -86,6 +89,7 @@ class Replay:
         self.drew = self.by_chance = False
         # shapes of batches of which nothing else decided what the model did, and whether that was wrong
         self._settled: set[Hashable] = set()
+        self._shapes: Hashable = ()
         self._drawn = False
         # whether Python read numbers in it, and may have decided by them
         self.asked = False
@@ -219,32 +223,24 @@ class Replay:
                 seen.add(node)
                 waiting += [edge for edge in node.next_functions if edge[0] is not None]
 
-    def run(self, inputs: Inputs, brief: bool = False) -> Any:
+    def run(self, inputs: Inputs) -> Any:
         """The model's output for ``inputs``, inside `begun`; it may be called several times there.
 
-        Args:
-            inputs: a batch.
-            brief: without a look at each operation, where nothing was met in a batch of the same shapes.
-
         Raises:
-            Drawn: something was drawn there nevertheless. From then on none is brief.
+            Drawn: see `without_chance`.
         """
         seed = self.chance.seed or 0
-        generator = torch.default_generator
         if self._device.type == "cpu":
             # torch's own function notes who called it, a millisecond for each kind of device that is not in use
-            generator.manual_seed(seed)
+            torch.default_generator.manual_seed(seed)
         else:
             torch.manual_seed(seed)
         random.seed(seed)
         np.random.seed(seed)
-        shapes = self.narrow, *shapes_of(inputs)
-        # on a GPU, an index out of range has to be found before it is used
-        brief = brief and not self._drawn and shapes in self._settled and self._device.type == "cpu"
-        before = generator.get_state() if brief else None
         args, kwargs = changed(inputs, copied)
         earlier = kwargs.pop(EARLIER, None)
-        with nullcontext() if brief else WithoutChance(self.chance) as chance:
+        self._shapes = self.narrow, *shapes_of(inputs)
+        with self.without_chance() as chance:
             if earlier is not None and self.earlier is not None:
                 self.earlier.state.switch()
                 with torch.no_grad():
@@ -255,20 +251,46 @@ class Replay:
         moved = (random.random(), np.random.random_sample()) != _first(seed)
         self.drew |= moved
         self.by_chance |= moved
-        if before is not None and not torch.equal(before, generator.get_state()):
-            self._drawn = True
-            raise Drawn
         if chance is not None:
             self.drew |= chance.drew
             self.asked |= chance.asked
             self.by_chance |= chance.drew and self.chance.seed is not None
             if chance.settled:
-                self._settled.add(shapes)
+                self._settled.add(self._shapes)
         return result
+
+    @contextmanager
+    def without_chance(self) -> Iterator[WithoutChance | None]:
+        """Inside, on the way there or back, chance gives constants.
+
+        To see to that costs as much as a small operation, for each of them. None where it is left out: a batch of the same shapes
+        has drawn nothing, and shapes alone decided what the model did.
+
+        Raises:
+            Drawn: something was drawn there nevertheless. From then on it is not left out.
+        """
+        # on a GPU, an index out of range has to be found before it is used
+        if self._drawn or self._shapes not in self._settled or self._device.type != "cpu":
+            with WithoutChance(self.chance) as chance:
+                yield chance
+            return
+        before = torch.default_generator.get_state()
+        yield None
+        if not torch.equal(before, torch.default_generator.get_state()):
+            self._drawn = True
+            raise Drawn
 
 
 class Drawn(Exception):
-    """A replay without a look at each operation has drawn numbers."""
+    """A replay has drawn numbers where none were expected: it is to be begun again."""
+
+
+def again(replay: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Return what a replay gives, after a second begin if need be."""
+    try:
+        return replay(*args, **kwargs)
+    except Drawn:
+        return replay(*args, **kwargs)
 
 
 class Earlier:

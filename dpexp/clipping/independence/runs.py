@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from dpexp.clipping.independence.arguments import Inputs
 from dpexp.clipping.independence.comparison import outputs, thin
-from dpexp.clipping.independence.replay import Drawn, Replay
+from dpexp.clipping.independence.replay import Replay, again
 
 # number of an output that was a list
 LIST = -1
@@ -45,17 +45,14 @@ class Runs:
 
     def of(self, batches: list[Inputs]) -> tuple[list[dict[int, Tensor]], Buffers]:
         """Return the outputs of batches one after the other, by number, and the buffers after the first."""
-        try:
-            return self._outputs(batches)
-        except Drawn:
-            return self._outputs(batches)
+        return again(self._outputs, batches)
 
     def _outputs(self, batches: list[Inputs]) -> tuple[list[dict[int, Tensor]], Buffers]:
         found = []
         with self._replay.begun():
             for number, batch in enumerate(batches):
                 # no name keeps the outputs while the next batch makes its own
-                leaves = self._leaves(self._replay.run(batch, brief=True), batch).items()
+                leaves = self._leaves(self._replay.run(batch), batch).items()
                 found.append({number: thin(leaf) for number, leaf in leaves})
                 del leaves
                 if number == 0:
