@@ -72,12 +72,19 @@ def hooked(h: Tensor, way: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
     return h
 
 
+def opposite(h: Tensor) -> Tensor:
+    """Goes by the number of rows, in a way that is nothing in the sum over the rows of the weight before it."""
+    parts = torch.tensor([3.0, -1.0, -1.0, -1.0, 0.0])
+    return Back.apply(h, lambda x, g: g + len(x) * g[:, :1] * parts)
+
+
 MIXED: dict[str, Callable[[], nn.Module]] = {
     "rows": lambda: Net(lambda h: Back.apply(h, lambda x, g: g / len(x))),
     "spread": lambda: Net(lambda h: Back.apply(h, lambda x, g: g * x.std())),
     "gate": lambda: Net(lambda h: Back.apply(h, lambda x, g: torch.where(x > x.mean(0), g, 0.0))),
     "hook": lambda: Net(lambda h: hooked(h, lambda x, g: g * x.std())),
     "step size": lambda: Net(StepSize(of_batch=True)),
+    "opposite": lambda: nn.Sequential(nn.Linear(D, D, bias=False), Between(opposite)),
 }
 APART: dict[str, Callable[[], nn.Module]] = {
     "gate": lambda: Net(lambda h: Back.apply(h, lambda x, g: torch.where(x > 0, g, 0.0))),
@@ -151,3 +158,19 @@ def test_what_is_computed_again_on_the_way_back_draws_nothing_and_leaves_nothing
         assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
     assert not clipper.notes
     assert "one back-propagation per example" not in clipper.choices.values()
+
+
+def test_what_is_drawn_on_the_way_back_alone_is_constant_in_a_look() -> None:
+    drawn: list[Tensor] = []
+
+    def shaken(x: Tensor, gradient: Tensor) -> Tensor:
+        drawn.append(torch.rand(len(x), 2))
+        return gradient * (drawn[-1][:, :1] < 2)
+
+    model = Net(lambda h: Back.apply(h, shaken))
+    clipper = attach(model)
+    clipper.backward(model(batch()).square().sum(1))
+    assert not clipper.notes
+    # both halves among all, and alone
+    constant = [len(numbers) for numbers in drawn if bool((numbers == numbers[0, 0]).all())]
+    assert constant == [B, B, B // 2, B // 2]

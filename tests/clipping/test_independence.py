@@ -725,6 +725,24 @@ def test_a_coin_that_mixes_nothing_is_innocent_and_dropout_is_no_coin() -> None:
     assert chance.drew
 
 
+def test_numbers_that_are_drawn_in_some_batches_alone_are_none_of_chance_there() -> None:
+    """Read as a list, a number decides unseen: batches of the same shapes run without a look at each operation."""
+    drawn = []
+
+    def some(h: Tensor) -> Tensor:
+        if h[0].detach().tolist() == first:
+            return h
+        drawn.append(torch.rand(len(h), 1))
+        return h + 0 * drawn[-1]
+
+    model = Net(some)
+    first = torch.tanh(model.first(x()))[0].tolist()
+    assert step(model, x()).notes == []
+    drawn_by_chance = [bool((numbers != numbers[0]).any()) for numbers in drawn]
+    assert drawn_by_chance.count(True) == 1
+    assert not drawn_by_chance[-1]
+
+
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("kept", [0.1, 0.9])
 def test_a_mask_of_one_number_for_each_example_is_no_coin_where_one_is_alone(size: int, kept: float) -> None:

@@ -6,7 +6,8 @@ or by other rows' values, and moves no output.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -14,9 +15,8 @@ from torch import Tensor, nn
 
 from dpexp.clipping.independence.arguments import Inputs
 from dpexp.clipping.independence.batches import Variant
-from dpexp.clipping.independence.chance import WithoutChance
 from dpexp.clipping.independence.comparison import Comparison, outputs
-from dpexp.clipping.independence.replay import Replay
+from dpexp.clipping.independence.replay import Replay, again
 
 # numbers of parameters whose gradients are compared, the smallest ones: what goes wrong behind a layer shows in its bias; and of
 # the first one, which is behind everything in most models
@@ -24,45 +24,88 @@ MOST, FIRST = 1 << 20, 1 << 21
 # largest difference of one gradient, relative to its norm, by bits
 DIFFERENCE = {16: 0.2, 32: 0.01, 64: 1e-4}
 
+# by parameter, the sum over the rows of its gradient, with random signs
+Folded = dict[str, Tensor]
 
-def parameter_that_differs(
-    replay: Replay, comparison: Comparison, inputs: Sequence[Inputs], variant: Variant
-) -> str:
-    """Return the name of a parameter whose gradient, of what the examples of ``variant`` get, is another one there; "" if none.
+
+class Backwards:
+    """Compares what goes back for the examples of a variant with what goes back for them in the batch that entered.
 
     Args:
-        replay: of the forward; it keeps its graph from here on.
+        replay: of the forward; it has to keep its graph.
         comparison: of the outputs, which has found where their rows are.
-        inputs: as they entered, and those of the variant.
-        variant: a batch.
+        variants: other batches.
     """
-    params = _some({name: p for name, p in replay.model.named_parameters() if p.requires_grad})
-    replay.keeps = True
-    found: list[dict[str, Tensor]] = [{}, {}]
-    for batch, here in zip(inputs, (False, True), strict=True):
-        with replay.begun(), _folding(params, found[here]):
-            leaves = outputs(replay.run(batch), replay.used).items()
-            pairs = [
-                (t, comparison.direction(number, t, variant, here)) for number, t in leaves if t.requires_grad
+
+    def __init__(self, replay: Replay, comparison: Comparison, variants: Sequence[Variant]):
+        self._replay, self._comparison, self._variants = replay, comparison, variants
+        self._params = _some({name: p for name, p in replay.model.named_parameters() if p.requires_grad})
+        # one for each variant, from one forward; None: it has not run, or its graph cannot be gone through twice
+        self._before: list[Folded] | None = None
+
+    def parameter_that_differs(self, number: int, batch: Inputs) -> str:
+        """Return the name of a parameter whose gradient is another one in a variant; "" if none.
+
+        Args:
+            number: of the variant.
+            batch: what enters of it.
+        """
+        variant, whole = [self._variants[number]], self._replay.inputs
+        if number == 0:
+            try:
+                self._before = again(self._gradients, whole, self._variants, False)
+            except Exception:
+                self._before = None
+        before = (
+            again(self._gradients, whole, variant, False)[0] if self._before is None else self._before[number]
+        )
+        here = again(self._gradients, batch, variant, True)[0] if before else {}
+        name = self._unlike(before, here)
+        if name and number > 0:
+            # of one graph, the second time may be another one
+            name = self._unlike(again(self._gradients, whole, variant, False)[0], here)
+        return name
+
+    def _gradients(self, batch: Inputs, variants: Sequence[Variant], here: bool) -> list[Folded]:
+        """What goes back for the examples of each variant in one forward of a batch; ``here``: which is that variant."""
+        found: list[Folded] = []
+        with self._replay.begun():
+            leaves = outputs(self._replay.run(batch), self._replay.used)
+            directions = [
+                {n: self._comparison.direction(n, t, v, here) for n, t in leaves.items() if t.requires_grad}
+                for v in variants
             ]
-            asked = [(t, g) for t, g in pairs if g is not None]
-            del leaves, pairs
-            if not asked or not params:
-                return ""
-            # what is computed again on the way back draws nothing either
-            with replay.silence(), WithoutChance(replay.chance):
-                tensors, gradients = zip(*asked, strict=True)
-                torch.autograd.grad(tensors, list(params.values()), gradients, allow_unused=True)
-            del asked, tensors, gradients
-    sizes = [{name: float(g.norm()) for name, g in folded.items()} for folded in found]
-    largest = max(sizes[0].values(), default=0.0)
-    for name in params:
-        if name in found[0] and name in found[1]:
-            # beside a much larger gradient, a small one is rounding
-            size = max(sizes[0][name], sizes[1][name], 1e-3 * largest)
-            if float((found[0][name] - found[1][name]).norm()) > DIFFERENCE[comparison.bits] * size:
-                return name
-    return ""
+            for left, direction in zip(reversed(range(len(directions))), directions, strict=True):
+                asked = {n: g for n, g in direction.items() if g is not None}
+                tensors = [leaves[n] for n in asked]
+                if not left:
+                    # of the graph, nothing is held but by what goes back
+                    leaves.clear()
+                found.append({})
+                # what is computed again on the way back draws nothing either
+                with _folding(self._params, found[-1]), self._replay.silence(), self._replay.without_chance():
+                    if tensors and self._params:
+                        torch.autograd.grad(
+                            tensors,
+                            list(self._params.values()),
+                            list(asked.values()),
+                            retain_graph=left > 0,
+                            allow_unused=True,
+                        )
+                del tensors
+        return found
+
+    def _unlike(self, before: Folded, here: Folded) -> str:
+        """The name of the first gradient that differs."""
+        sizes = [{name: float(g.norm()) for name, g in folded.items()} for folded in (before, here)]
+        largest = max(sizes[0].values(), default=0.0)
+        for name in self._params:
+            if name in before and name in here:
+                # beside a much larger gradient, a small one is rounding
+                size = max(sizes[0][name], sizes[1][name], 1e-3 * largest)
+                if float((before[name] - here[name]).norm()) > DIFFERENCE[self._comparison.bits] * size:
+                    return name
+        return ""
 
 
 def _some(params: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
@@ -81,12 +124,14 @@ def _folding(params: dict[str, nn.Parameter], found: dict[str, Tensor]) -> Itera
 
     def hook(name: str) -> Callable[[Tensor], Tensor]:
         def fold(gradient: Tensor) -> Tensor:
-            found[name] = _folded(gradient)
+            found[name] = _folded(gradient, signs)
             # autograd would hold the gradients of all parameters to the end
             return gradient.new_zeros(()).expand(gradient.shape)
 
         return fold
 
+    # made here: on the way back, chance gives constants
+    signs = {len(p): _signs(len(p)) for p in params.values() if p.dim() > 1}
     handles = [p.register_hook(hook(name)) for name, p in params.items()]
     try:
         yield
@@ -95,11 +140,14 @@ def _folding(params: dict[str, nn.Parameter], found: dict[str, Tensor]) -> Itera
             handle.remove()
 
 
-def _folded(gradient: Tensor) -> Tensor:
+@functools.lru_cache(maxsize=64)
+def _signs(count: int) -> Tensor:
+    return torch.randint(2, (count,), generator=torch.Generator().manual_seed(count), device="cpu") * 2 - 1
+
+
+def _folded(gradient: Tensor, signs: Mapping[int, Tensor]) -> Tensor:
     """``[numbers of a row]`` of a gradient: two that differ do so in this, too, by about the same norm."""
     gradient = gradient.to_dense() if gradient.layout != torch.strided else gradient
     if gradient.dim() < 2:
         return gradient.clone()
-    generator = torch.Generator().manual_seed(len(gradient))
-    signs = torch.randint(2, (len(gradient),), generator=generator, device="cpu") * 2 - 1
-    return signs.to(gradient) @ gradient.flatten(1)
+    return signs[len(gradient)].to(gradient) @ gradient.flatten(1)

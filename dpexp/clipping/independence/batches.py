@@ -70,6 +70,11 @@ class Variant:
     first: Rows | None = None
     sizes: tuple[float, ...] = SIZES
 
+    def __post_init__(self) -> None:
+        if self.sizes[-1] == 1.0 and not any(other for _, other in (self.first or []) + self.rows):
+            # nothing is replaced
+            self.sizes = (1.0,)
+
 
 class Batches:
     """The batches of one forward.
@@ -311,7 +316,7 @@ def arrangements(inputs: Inputs, usual: Arrangement, in_parts: bool = False) -> 
 def rows_of(part: Tensor, axis: int, chosen: Tensor, changes: Tensor, scale: float) -> Tensor:
     """Return the rows ``chosen`` of a tensor; where ``changes``, floating-point numbers that are no mask times ``scale``."""
     taken = part.index_select(axis, chosen.to(part.device))
-    if part.is_floating_point() and not _is_mask(part):
+    if part.is_floating_point() and bool(changes.any()) and not _is_mask(part):
         factor = torch.where(changes, scale, 1.0)
         taken = taken * factor.to(part).reshape([-1 if d == axis else 1 for d in range(part.dim())])
     return taken

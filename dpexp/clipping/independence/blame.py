@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dpexp.clipping.independence.arguments import Inputs
 from dpexp.clipping.independence.comparison import outputs
-from dpexp.clipping.independence.replay import Replay
+from dpexp.clipping.independence.replay import Replay, again
 
 # of every call of every module, by name and number: what went in, and what came out
 Calls = dict[tuple[str, int], tuple[list[Tensor], list[Tensor]]]
@@ -23,7 +23,7 @@ def first_module(replay: Replay, runs: tuple[list[Inputs], list[Inputs]], differ
         differs: tells whether two tensors differ.
     """
     try:
-        before, here = (_recorded(replay, run) for run in runs)
+        before, here = (again(_recorded, replay, run) for run in runs)
     except Exception:
         return ""
 

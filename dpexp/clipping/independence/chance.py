@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import random
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 UNTAGGED = {"random", "binomial", "sample_dirichlet"}
 INDEXING = {"embedding", "index", "index_select", "gather"}
 ORDERING = {"sort", "topk"}
+READING = "local_scalar_dense"
+DECIDING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 # what is said of a tensor of comparisons of real numbers
 COMPARED = "_dpexp_compared"
 
@@ -45,6 +46,7 @@ class WithoutChance(TorchDispatchMode):
 
     Attributes:
         met: whether anything was drawn.
+        settled: whether what was done goes by shapes alone: no draw, and no number that Python, or a shape, goes by.
         drew: whether a draw gave something else than a mask of dropout, and may have decided which way the model goes.
         asked: whether Python read a real number, or compared one, and may have decided by it: a solver's error, a residual.
     """
@@ -52,9 +54,15 @@ class WithoutChance(TorchDispatchMode):
     # what attention of one's own and control flow are made of; nothing is drawn in front of these
     supports_higher_order_operators = True
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # to keep the compiler away costs as much as all that is done here, for each operation, and replays compile nothing
+        return False
+
     def __init__(self, chance: Chance):
         super().__init__()
         self.chance, self.met, self.drew, self.asked = chance, False, False, False
+        self.settled = True
         self._coins = None if chance.seed is None else random.Random(chance.seed)
         self._first = True
 
@@ -68,23 +76,28 @@ class WithoutChance(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if isinstance(func, HigherOrderOperator):
-            return func(*args, **kwargs)
-        name, draws = _about(func)
-        if draws:
+        # nearly all operations are plain ones, and each costs what is done here
+        about = _KNOWN.get(id(func)) or _about(func)
+        result = self._special(about, args, kwargs) if about.special else func(*args, **kwargs)
+        if isinstance(result, Tensor) and result.dtype is torch.bool and any(map(_of_reals, args)):
+            setattr(result, COMPARED, True)
+        return result
+
+    def _special(self, about: About, args: Any, kwargs: Any) -> Any:
+        func, name = about.func, about.name
+        self.settled &= not about.decides
+        if about.draws:
             self.met = True
             known = func._schema.arguments
             # what equals its default is left out of args
             given = {a.name: a.default_value for a in known if a.has_default_value()}
             given |= dict(zip([a.name for a in known], args, strict=False)) | kwargs
             return self._constant(func, name, given)
-        if name == "local_scalar_dense":
+        if name == READING:
             self.asked |= _of_reals(args[0])
         if name in INDEXING and args and isinstance(args[0], Tensor) and args[0].is_cuda:
             _check_indices(name, args)
         result = func(*args, **kwargs)
-        if isinstance(result, Tensor) and result.dtype == torch.bool and any(map(_of_reals, args)):
-            setattr(result, COMPARED, True)
         return _turned(func, args, kwargs, result) if self.met and name in ORDERING else result
 
     def _constant(self, func: Any, name: str, given: dict[str, Any]) -> Any:
@@ -119,11 +132,36 @@ class WithoutChance(TorchDispatchMode):
         return result if value is None else result.fill_(value)
 
 
-@functools.cache
-def _about(func: Any) -> tuple[str, bool]:
-    """The name of an operation, and whether it is a random one."""
-    name = func.overloadpacket.__name__.strip("_")
-    return name, torch.Tag.nondeterministic_seeded in func.tags or name in UNTAGGED
+class About(NamedTuple):
+    """What is known of an operation.
+
+    Attributes:
+        draws: whether it is a random one.
+        decides: whether what a model does next may go by its result, and not by shapes alone.
+        special: whether it is looked at at all.
+        func: itself; no other operation has its id while it is held.
+    """
+
+    name: str
+    draws: bool
+    decides: bool
+    special: bool
+    func: Any
+
+
+_KNOWN: dict[int, About] = {}
+
+
+def _about(func: Any) -> About:
+    if isinstance(func, HigherOrderOperator):
+        about = About("", False, True, True, func)
+    else:
+        name = func.overloadpacket.__name__.strip("_")
+        draws = torch.Tag.nondeterministic_seeded in func.tags or name in UNTAGGED
+        decides = draws or name == READING or not DECIDING.isdisjoint(func.tags)
+        about = About(name, draws, decides, decides or name in INDEXING | ORDERING, func)
+    _KNOWN[id(func)] = about
+    return about
 
 
 def _of_reals(x: Any) -> bool:

@@ -108,6 +108,9 @@ class Comparison:
 
     def unequal(self, a: Tensor, b: Tensor, tolerance: float | None = None) -> bool:
         """Whether two ``[rows, …]`` differ by more than rounding in any row."""
+        if torch.equal(a, b):
+            # the same, and no NaN
+            return False
         tolerance = self.tolerance if tolerance is None else tolerance
         a, b = (t.reshape(t.shape[0], -1).to(torch.promote_types(t.dtype, torch.float32)) for t in (a, b))
         if not a.numel():

@@ -4,26 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from dpexp.clipping.gradients.memory import give_back_freed_memory
 from dpexp.clipping.independence.arguments import Inputs, positional_names
-from dpexp.clipping.independence.backwards import parameter_that_differs
+from dpexp.clipping.independence.backwards import Backwards
 from dpexp.clipping.independence.batches import Arrangement, Batches, Reading, Variant
 from dpexp.clipping.independence.blame import first_module
-from dpexp.clipping.independence.comparison import Comparison, Places, bits_of, outputs, same_buffer, thin
+from dpexp.clipping.independence.comparison import Comparison, Places, bits_of, same_buffer
 from dpexp.clipping.independence.end_to_end import Ends
 from dpexp.clipping.independence.padding import BROKEN, FIXED, Padding
 from dpexp.clipping.independence.replay import Replay, fingerprints, unlike
+from dpexp.clipping.independence.runs import LIST, Buffers, Run, Runs
 from dpexp.errors import UntoldError, UserError, without_data
-
-# number of an output that was a list
-LIST = -1
 
 MIXES = (
     "mixes examples: what an example gets out of it changes {when}, though no gradient shows it. This voids any guarantee. "
@@ -94,8 +90,7 @@ class Look:
         self.batches = Batches(replay.inputs, arrangement, positional_names(replay.model), bags)
         bits = 16 if replay.narrow else bits_of(replay.model.parameters())
         self.comparison = Comparison(arrangement, bits, places)
-        # of what the model returns as a list with an entry for each example, how long the longest entry is
-        self._longest: int | None = None
+        self.runs = Runs(replay, self.rows)
         # an id in which rows end, and nothing says whether it is padding, where more of it changes what an example gets
         self.supposed: int | None = None
 
@@ -119,11 +114,15 @@ class Look:
         Raises:
             UserError: names the first module that mixes examples, or writes them into a buffer.
         """
+        with self.replay.around():
+            self._run(padding)
+
+    def _run(self, padding: bool) -> None:
         self.parameters = fingerprints(self.replay.model)
         for keeps in (self.replay.keeps, True):
             self.replay.keeps = keeps
             try:
-                self.once, self.twice, self.buffers = self._results([self.replay.inputs] * 2)
+                (self.once, self.twice), self.buffers = self.runs.of([self.replay.inputs] * 2)
                 break
             except Exception as error:
                 self.failure = without_data(error)
@@ -165,60 +164,91 @@ class Look:
             return None
 
     def _differences(self, reading: Reading, resize: bool) -> list[Difference]:
-        compared, constant = 0, set(self.once)
-        for variant in self.batches.variants(self.replay.asked)[: self.most]:
+        self.constant = set(self.once)
+        variants = self.batches.variants(self.replay.asked)[: self.most]
+        compared, done, last = 0, list[Variant](), list[Difference]()
+        for variant in variants:
             resized = len(variant.rows) != self.examples
-            if resized and (self.replay.by_chance or not resize):
+            if variant in done or (resized and (self.replay.by_chance or not resize)):
                 continue
-            differs = self.comparison.of(variant, [ends for ends in reading if isinstance(ends, Ends)])
-            before = self.once if variant.first is None else self.twice
-            results = None
-            for scale in variant.sizes:
-                here = [
-                    self.batches.made(reading, rows, scale) for rows in (variant.first, variant.rows) if rows
-                ]
-                try:
-                    found = self._results(here)
-                except Exception:
-                    if scale == 1.0:
-                        raise
-                    continue
-                if scale == 1.0 or all(bool(leaf.isfinite().all()) for leaf in found[1].values()):
-                    results = found
-                    break
-            if results is None:
+            # a batch that another one comes after runs once for both
+            after = [v for v in variants if v.first == variant.rows]
+            try:
+                runs = self._tried_sizes(reading, variant, after)
+            except Exception:
+                if not after:
+                    raise
+                # which will tell, when it is its turn
+                after, runs = [], self._tried_sizes(reading, variant, [])
+            done += after
+            if runs is None:
                 continue
             if compared < 2:
                 # a parameter that keeps a row changes where another row stands in its place
                 self._compare_parameters()
                 compared += 1
-            if before.keys() != results[1].keys():
-                raise UntoldError("another batch gives another number of outputs")
-            pairs = {leaf: (before[leaf], there) for leaf, there in results[1].items()}
-            verdicts = {leaf: differs(a, b, leaf) for leaf, (a, b) in pairs.items()}
-            if all(verdict is None for verdict in verdicts.values()):
-                raise UntoldError("no output has the size of the batch")
-            self.seen |= {leaf for leaf, verdict in verdicts.items() if verdict is not None}
-            constant -= {
-                leaf
-                for leaf, (a, b) in pairs.items()
-                if a.shape != b.shape or self.comparison.unequal(a[None], b[None])
-            }
-            if any(verdicts.values()) and resized and self.replay.by_chance:
-                # a mask with a number for each example looks like a coin where one is alone
-                continue
-            if any(verdicts.values()):
-                runs = [self.replay.inputs] * len(here), here
-                return [Difference(variant.when, self._way(verdicts), runs, differs)]
-            self._compare_buffers(results[2], resized)
-            if not resized and variant.first is None:
-                others = set(range(self.examples)) - {j for _, j in variant.same}
-                rest = self.comparison.of(Variant("", variant.rows, [(j, j) for j in others]))
-                self.told |= any(rest(a, b, leaf) for leaf, (a, b) in pairs.items())
+            found = self._compared(reading, variant, runs[0])
+            if found:
+                return found
+            last += [
+                d for v, run in zip(after, runs[1:], strict=True) for d in self._compared(reading, v, run)
+            ]
+        if last:
+            return last
         if LIST in self.seen:
             self.seen |= self.replay.used
         # what no batch changes is no output of examples, such as a table of the model's
-        self.seen |= constant
+        self.seen |= self.constant
+        return []
+
+    def _tried_sizes(self, reading: Reading, variant: Variant, after: list[Variant]) -> list[Run] | None:
+        """A run of a variant, and of those that come after it, each with the first factor that leaves it finite; None if none."""
+        rows = [r for r in (variant.first, variant.rows, *(v.rows for v in after)) if r is not None]
+        runs: list[Run | None] = [None] * (1 + len(after))
+        for scale in variant.sizes:
+            here = [self.batches.made(reading, each, scale) for each in rows]
+            try:
+                found, buffers = self.runs.of(here)
+            except Exception:
+                if scale == 1.0:
+                    raise
+                continue
+            for number, leaves in enumerate(found[-len(runs) :]):
+                finite = scale == 1.0 or all(bool(leaf.isfinite().all()) for leaf in leaves.values())
+                if runs[number] is None and finite:
+                    runs[number] = Run(here[: len(here) - len(after) + number], leaves, buffers)
+            if None not in runs:
+                return cast(list[Run], runs)
+        return None
+
+    def _compared(self, reading: Reading, variant: Variant, run: Run) -> list[Difference]:
+        """What differs in a run of a variant, if anything does."""
+        resized = len(variant.rows) != self.examples
+        differs = self.comparison.of(variant, [ends for ends in reading if isinstance(ends, Ends)])
+        before = self.once if variant.first is None else self.twice
+        if before.keys() != run.outputs.keys():
+            raise UntoldError("another batch gives another number of outputs")
+        pairs = {leaf: (before[leaf], there) for leaf, there in run.outputs.items()}
+        verdicts = {leaf: differs(a, b, leaf) for leaf, (a, b) in pairs.items()}
+        if all(verdict is None for verdict in verdicts.values()):
+            raise UntoldError("no output has the size of the batch")
+        self.seen |= {leaf for leaf, verdict in verdicts.items() if verdict is not None}
+        self.constant -= {
+            leaf
+            for leaf, (a, b) in pairs.items()
+            if leaf in self.constant and (a.shape != b.shape or self.comparison.unequal(a[None], b[None]))
+        }
+        if any(verdicts.values()):
+            if resized and self.replay.by_chance:
+                # a mask with a number for each example looks like a coin where one is alone
+                return []
+            runs = [self.replay.inputs] * len(run.batches), run.batches
+            return [Difference(variant.when, self._way(verdicts), runs, differs)]
+        self._compare_buffers(run.buffers, resized)
+        if not resized and variant.first is None and not self.told:
+            others = set(range(self.examples)) - {j for _, j in variant.same}
+            rest = self.comparison.of(Variant("", variant.rows, [(j, j) for j in others]))
+            self.told = any(rest(a, b, leaf) for leaf, (a, b) in pairs.items())
         return []
 
     def _way(self, verdicts: Mapping[int, bool | None]) -> str:
@@ -226,49 +256,6 @@ class Look:
         different = {leaf for leaf, verdict in verdicts.items() if verdict}
         unused = different <= self.replay.ends.keys() - self.replay.used and bool(self.replay.used)
         return UNUSED + WAY if unused else WAY
-
-    def _results(
-        self, batches: list[Inputs]
-    ) -> tuple[dict[int, Tensor], dict[int, Tensor], dict[tuple[str, str], Any]]:
-        """Outputs of the first batch and of the second one after it, and the buffers after the first."""
-        found = []
-        with self.replay.begun():
-            for number, batch in enumerate(batches):
-                # no name keeps the outputs while the next batch makes its own
-                leaves = self._leaves(self.replay.run(batch), batch).items()
-                found.append({number: thin(leaf) for number, leaf in leaves})
-                del leaves
-                if number == 0:
-                    buffers = {
-                        (name, key): (b.detach().clone(), key not in module._non_persistent_buffers_set)
-                        for name, module in self.replay.model.named_modules()
-                        for key, b in module._buffers.items()
-                        if b is not None
-                    }
-                    for name, p in self.replay.written().items():
-                        owner, _, local = name.rpartition(".")
-                        buffers[owner, local] = p.detach().clone(), True
-        return found[0], found[-1], buffers
-
-    def _leaves(self, value: Any, batch: Inputs) -> dict[int, Tensor]:
-        """The outputs by number; of a list with an entry for each example, as long as it likes, one with a row for each."""
-        leaves = outputs(value, self.replay.used)
-        sizes = {len(part) for part in tree_leaves(batch, is_leaf=_is_list) if _is_list(part)}
-        if (
-            len(leaves) not in sizes
-            or len({(leaf.dim() or 1, leaf.shape[1:]) for leaf in leaves.values()}) > 1
-        ):
-            return leaves
-        entries = [leaf.reshape(-1, *leaf.shape[1:]) for leaf in leaves.values()]
-        lengths = {len(entry) for entry in entries}
-        if self._longest is None and len(entries) == self.rows and lengths != {self.rows}:
-            self._longest = max(lengths)
-        if self._longest is None:
-            return leaves
-        padded = [
-            F.pad(entry, (0, 0) * (entry.dim() - 1) + (0, self._longest - len(entry))) for entry in entries
-        ]
-        return {LIST: torch.stack(padded)}
 
     # -- comparing ----------------------------------------------------------------------------------------------------
 
@@ -283,13 +270,16 @@ class Look:
         if self.replay.chance.seed is not None or self.replay.by_chance:
             return
         kept = self.replay.keeps
-        for variant in [v for v in self.batches.variants() if len(v.rows) != self.examples][:2]:
-            inputs = self.replay.inputs, self.batches.made(reading, variant.rows, 1.0)
+        parts = [v for v in self.batches.variants() if len(v.rows) != self.examples][:2]
+        backwards = Backwards(self.replay, self.comparison, parts)
+        for number, variant in enumerate(parts):
             name = ""
             # a graph is large, and what was freed is in pieces
             give_back_freed_memory()
             try:
-                name = parameter_that_differs(self.replay, self.comparison, inputs, variant)
+                self.replay.keeps = True
+                batch = self.batches.made(reading, variant.rows, 1.0)
+                name = backwards.parameter_that_differs(number, batch)
             except Exception as error:
                 # a graph that cannot be gone through so, or too little memory
                 self.one_way = without_data(error)
@@ -298,7 +288,7 @@ class Look:
             if name:
                 raise UserError(BACKWARDS.format(name=name))
 
-    def _compare_buffers(self, here: dict[tuple[str, str], Any], resized: bool) -> None:
+    def _compare_buffers(self, here: Buffers, resized: bool) -> None:
         for place, (before, persistent) in self.buffers.items():
             # the shape of what is not kept may go by the size of the batch
             kept = persistent or not resized
@@ -315,20 +305,23 @@ class Look:
             return []
         for short, long, differs in plan.pairs(self.comparison.unequal):
             try:
-                results = [self._results([batch])[0] for batch in (short(), long())]
+                first, second = short(), long()
+                # the batch itself has run
+                (there,), _ = self.runs.of([second])
+                here = self.once if first is self.replay.inputs else self.runs.of([first])[0][0]
             except Exception:
                 # longer than the model can read, or a length that it does not take
                 continue
-            if any(differs(a, results[1][leaf]) for leaf, a in results[0].items()):
+            if any(differs(a, there[leaf]) for leaf, a in here.items()):
                 if not plan.told:
                     self.supposed = plan.tokens
                     return []
-                finite = all(bool(leaf.isfinite().all()) for leaf in results[1].values())
+                finite = all(bool(leaf.isfinite().all()) for leaf in there.values())
                 return [
                     Difference(
                         "when its batch is padded further, as one longer example would do",
                         FIXED if finite else BROKEN + FIXED,
-                        ([short()], [long()]),
+                        ([first], [second]),
                         differs,
                     )
                 ]
@@ -343,7 +336,3 @@ class Look:
     def _name(self, name: str) -> str:
         module = self.replay.model.get_submodule(name)
         return f"{name or '(root)'} ({type(module).__name__})"
-
-
-def _is_list(part: Any) -> bool:
-    return isinstance(part, list) and all(isinstance(entry, Tensor) for entry in part)

@@ -159,7 +159,8 @@ class Padding:
         if not self.left and self.short is None and full > 1 and self.named < full // 2:
             lengths.append((full // 2, full - full // 2))
         for length, more in lengths:
-            short, long = partial(self.resized, length, 0), partial(self.resized, length, more)
+            whole, long = length == full, partial(self.resized, length, more)
+            short: Made = (lambda: self.inputs) if whole else partial(self.resized, length, 0)
             yield short, long, self.comparison(length, more, unequal)
 
     def resized(self, length: int, more: int) -> Inputs:

@@ -11,12 +11,10 @@ import functools
 import math
 import random
 import sys
-from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from copy import copy
-from types import FunctionType, MethodType, ModuleType
-from typing import Any
+from typing import Any, ParamSpec, TypeVar, cast
 
 import numpy as np
 import torch
@@ -28,21 +26,14 @@ from dpexp.clipping.gradients.numerics import all_full_precision
 from dpexp.clipping.independence.arguments import Inputs, changed, copied, leaves
 from dpexp.clipping.independence.chance import Chance, WithoutChance
 from dpexp.clipping.independence.comparison import Places
+from dpexp.clipping.independence.state import State
 from dpexp.clipping.sharding import is_shard
-from dpexp.clipping.tapping.dataflow import attributes_of, tensors_in
+from dpexp.clipping.tapping.dataflow import tensors_in
 from dpexp.clipping.tapping.roots import NodeKey, Roots, node_key
 
-# every module has these; children and buffers are treated by name, and parameters are never copied
-COMMON = frozenset(nn.Module().__dict__) - {"training"}
-# a forward may add hooks to these tables when it first runs, and a mark that it has, as those of transformers do
-HOOKS = tuple(
-    key for key, value in nn.Module().__dict__.items() if isinstance(value, dict) and "hooks" in key
-)
-# what is put together anew for each replay, and not copied as other values are
-TABLES = {*HOOKS, "_modules"}
-NO_STATE = (type, FunctionType, MethodType, ModuleType, torch.Generator)
-# values that nobody can write to
-ATOMS = (bool, int, float, str, type(None))
+P = ParamSpec("P")
+T = TypeVar("T")
+
 # the keyword under which what entered an earlier forward stands beside what enters this one
 EARLIER = "_dpexp_earlier"
 # about how large the outputs of a layer are that had weights of zero, beside its inputs
@@ -65,13 +56,17 @@ class Replay:
         self.inputs: Inputs = changed((args, kwargs), copied)
         self.kind = kind_of(model, self.inputs)
         self._state, self._entered = State(model), fingerprints(model)
+        # what sets the model back, inside `around`
+        self._set_back: Callable[[], None] | None = None
         self._written: dict[str, tuple[Tensor, Tensor]] | None = None
-        # trainable parameters that are zero throughout
+        # trainable parameters that are zero throughout; no biases: they hide nothing, and would drown what there is to see in a
+        # model of small weights
         self._closed = {
             n
             for n, p in model.named_parameters()
-            if p.requires_grad and n in self._entered and not bool(self._entered[n].any())
-        }
+            if p.requires_grad and n in self._entered and "bias" not in n.rpartition(".")[2]
+            and not bool(self._entered[n].any())
+        }  # fmt: skip
         self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
         # by output, its end in the graph, which must not be held; and where the gradients say that the rows of an example are
         self.ends: dict[int, NodeKey] = {}
@@ -92,6 +87,10 @@ class Replay:
         self.earlier: Earlier | None = None
         # whether it drew what may decide its way; and whether by place in the batch, as from generators of Python or numpy
         self.drew = self.by_chance = False
+        # shapes of batches of which nothing else decided what the model did, and whether that was wrong
+        self._settled: set[Hashable] = set()
+        self._shapes: Hashable = ()
+        self._drawn = False
         # whether Python read numbers in it, and may have decided by them
         self.asked = False
         kinds = {"cpu", self._device.type}
@@ -113,31 +112,47 @@ class Replay:
         return both
 
     @contextmanager
-    def begun(self) -> Iterator[None]:
-        """Inside, the model is as it was before the forward; afterwards as if nothing had happened."""
+    def around(self) -> Iterator[None]:
+        """Inside, `begun` sets back what a replay needs, and nothing else; afterwards all is as if nothing had happened."""
+        if self._set_back is not None:
+            yield
+            return
         indices = [self._device.index] if self._device.type == "cuda" else []
         python, numpy = random.getstate(), np.random.get_state()
+        earlier = self.earlier if EARLIER in self.inputs[1] else None
         with ExitStack() as inside:
             inside.callback(random.setstate, python)
             inside.callback(np.random.set_state, numpy)
             inside.enter_context(torch.random.fork_rng(indices))
             # the rounding of products hides what a replay looks for, or looks like it
             inside.enter_context(all_full_precision())
-            earlier = self.earlier if EARLIER in self.inputs[1] else None
-            inside.enter_context((self._state if earlier is None else earlier.state).installed())
+            if "torch._dynamo" in sys.modules:
+                # a few forwards are not worth a compilation each
+                inside.enter_context(torch.compiler.set_stance("force_eager"))
+            # other ranks may not look now
+            inside.enter_context(silent(reducers_in(self.model)))
+            state = self._state if earlier is None else earlier.state
+            self._set_back = inside.enter_context(state.installed())
+            inside.callback(setattr, self, "_set_back", None)
+            yield
+
+    @contextmanager
+    def begun(self) -> Iterator[None]:
+        """Inside, the model is as it was before the forward; afterwards, outside of `around`, as if nothing had happened."""
+        with ExitStack() as inside:
+            inside.enter_context(self.around())
             inside.callback(self._restore, self.written())
+            cast(Any, self._set_back)()
             inside.enter_context(self._opened())
             if self._sharded:
                 inside.enter_context(torch.no_grad())
             if not self.keeps:
                 inside.enter_context(saved_tensors_hooks(_nothing, _nothing))
-            if "torch._dynamo" in sys.modules:
-                # a few forwards are not worth a compilation each
-                inside.enter_context(torch.compiler.set_stance("force_eager"))
             for kind in {"cpu", self._device.type}:
                 dtype = dict(self._autocast).get(kind)
                 on = self.narrow and dtype is not None
-                inside.enter_context(torch.autocast(kind, dtype=dtype, enabled=on, cache_enabled=False))
+                if on or torch.is_autocast_enabled(kind):
+                    inside.enter_context(torch.autocast(kind, dtype=dtype, enabled=on, cache_enabled=False))
             yield
 
     def written(self) -> dict[str, Tensor]:
@@ -155,15 +170,15 @@ class Replay:
 
     @contextmanager
     def _opened(self) -> Iterator[None]:
-        """Inside, trainable parameters that are zero throughout have small values: a gate (ReZero, LoRA, a new head) is open.
-
-        No biases: they hide nothing, and would drown what there is to see in a model of small weights.
-        """
+        """Inside, trainable parameters that are zero throughout have small values: a gate (ReZero, LoRA, a new head) is open."""
+        if not self._closed:
+            yield
+            return
         closed = [
             p
             for name, p in self.model.named_parameters()
-            if name in self._closed and "bias" not in name.rpartition(".")[2] and name not in self.written()
-        ]  # fmt: skip
+            if name in self._closed and name not in self.written()
+        ]
         values = [p.data for p in closed]
         generator = torch.Generator().manual_seed(len(closed))
         try:
@@ -209,7 +224,11 @@ class Replay:
                 waiting += [edge for edge in node.next_functions if edge[0] is not None]
 
     def run(self, inputs: Inputs) -> Any:
-        """The model's output for ``inputs``, inside `begun`; it may be called several times there."""
+        """The model's output for ``inputs``, inside `begun`; it may be called several times there.
+
+        Raises:
+            Drawn: see `without_chance`.
+        """
         seed = self.chance.seed or 0
         if self._device.type == "cpu":
             # torch's own function notes who called it, a millisecond for each kind of device that is not in use
@@ -218,22 +237,60 @@ class Replay:
             torch.manual_seed(seed)
         random.seed(seed)
         np.random.seed(seed)
-        before = random.getstate(), _place_of_numpy()
         args, kwargs = changed(inputs, copied)
-        # other ranks may not look now
         earlier = kwargs.pop(EARLIER, None)
-        with silent(reducers_in(self.model)), WithoutChance(self.chance) as chance:
+        self._shapes = self.narrow, *shapes_of(inputs)
+        with self.without_chance() as chance:
             if earlier is not None and self.earlier is not None:
                 self.earlier.state.switch()
                 with torch.no_grad():
                     self.model(*earlier[0], **earlier[1])
                 self._state.switch()
             result = self.model(*args, **kwargs)
-        moved = before != (random.getstate(), _place_of_numpy())
-        self.drew |= moved or chance.drew
-        self.asked |= chance.asked
-        self.by_chance |= moved or (chance.drew and self.chance.seed is not None)
+        # where nobody has drawn, the next numbers are the first ones
+        moved = (random.random(), np.random.random_sample()) != _first(seed)
+        self.drew |= moved
+        self.by_chance |= moved
+        if chance is not None:
+            self.drew |= chance.drew
+            self.asked |= chance.asked
+            self.by_chance |= chance.drew and self.chance.seed is not None
+            if chance.settled:
+                self._settled.add(self._shapes)
         return result
+
+    @contextmanager
+    def without_chance(self) -> Iterator[WithoutChance | None]:
+        """Inside, on the way there or back, chance gives constants.
+
+        To see to that costs as much as a small operation, for each of them. None where it is left out: a batch of the same shapes
+        has drawn nothing, and shapes alone decided what the model did.
+
+        Raises:
+            Drawn: something was drawn there nevertheless. From then on it is not left out.
+        """
+        # on a GPU, an index out of range has to be found before it is used
+        if self._drawn or self._shapes not in self._settled or self._device.type != "cpu":
+            with WithoutChance(self.chance) as chance:
+                yield chance
+            return
+        before = torch.default_generator.get_state()
+        yield None
+        if not torch.equal(before, torch.default_generator.get_state()):
+            self._drawn = True
+            raise Drawn
+
+
+class Drawn(Exception):
+    """A replay has drawn numbers where none were expected: it is to be begun again."""
+
+
+def again(replay: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Return what a replay gives, after a second begin if need be."""
+    try:
+        return replay(*args, **kwargs)
+    except Drawn:
+        return replay(*args, **kwargs)
 
 
 class Earlier:
@@ -245,14 +302,18 @@ class Earlier:
 
 
 def kind_of(model: nn.Module, inputs: Inputs) -> Hashable:
-    """Return what tells two forwards apart without their numbers: shapes, other arguments, switches of modules."""
+    """Return what tells two forwards apart without their numbers: `shapes_of`, switches of modules."""
+    switches = (v for module in model.modules() for v in vars(module).values() if isinstance(v, bool | str))
+    return (*shapes_of(inputs), *switches)
+
+
+def shapes_of(inputs: Inputs) -> tuple[Hashable, ...]:
+    """Return what enters a forward without the numbers of tensors: their shapes, and other arguments."""
     plain = bool | int | float | str
-    found = [
+    return tuple(
         (name, part.shape if isinstance(part, Tensor) else part if isinstance(part, plain) else type(part))
         for name, part in leaves(inputs)
-    ]
-    switches = (v for module in model.modules() for v in vars(module).values() if isinstance(v, bool | str))
-    return (*found, *switches)
+    )
 
 
 def fingerprints(model: nn.Module) -> dict[str, Tensor]:
@@ -272,123 +333,10 @@ def _nothing(value: Any) -> Any:
 
 
 def unlike(now: Tensor, before: Tensor) -> bool:
-    return not torch.allclose(now, before, rtol=0, atol=0, equal_nan=True)
-
-
-def _place_of_numpy() -> int:
-    state: Any = np.random.get_state()
-    return int(state[2])
-
-
-class State:
-    """Copies of all that a forward of a model may write to: buffers, attributes, the tables of children and of hooks."""
-
-    def __init__(self, model: nn.Module):
-        self._copy = _Copier()
-        # modules that stand in a plain list, and are no children, come up on the way
-        waiting = list(model.modules())
-        # apart from what is copied again each time: what nobody can write to
-        self._fixed: dict[nn.Module, dict[str, Any]] = {}
-        self._saved: dict[nn.Module, dict[str, Any]] = {}
-        while waiting:
-            module = waiting.pop()
-            # what a scripted module has lies in C++, and not among its attributes
-            if module not in self._saved and not isinstance(module, torch.jit.ScriptModule):
-                everything = self._copy.everything(module)
-                self._fixed[module] = {k: v for k, v in everything.items() if type(v) in ATOMS}
-                self._saved[module] = {k: v for k, v in everything.items() if k not in self._fixed[module]}
-                waiting += self._copy.modules()
-
-    def switch(self) -> None:
-        """Set the modes that modules had: training, names, flags."""
-        for module, saved in self._saved.items():
-            every = self._fixed[module] | saved
-            module.__dict__.update({k: v for k, v in every.items() if isinstance(v, bool | str)})
-
-    @contextmanager
-    def installed(self) -> Iterator[None]:
-        """Inside, the model has this state, and what it writes is lost."""
-        fresh = _Copier()
-        before = [(module, dict(module.__dict__)) for module in self._saved]
-        try:
-            for module, saved in self._saved.items():
-                kept = {k: v for k, v in module.__dict__.items() if _is_common(k)}
-                own = {key: fresh(value) for key, value in saved.items() if key not in TABLES}
-                tables = {"_modules": dict(saved["_modules"])}
-                # neither those that the forward added by itself and adds again, nor those that were there for it alone
-                tables |= {key: _in_both(saved[key], module.__dict__[key]) for key in HOOKS}
-                module.__dict__.clear()
-                module.__dict__.update(kept | self._fixed[module] | own | tables)
-            yield
-        finally:
-            for module, values in before:
-                module.__dict__.clear()
-                module.__dict__.update(values)
-
-
-def _in_both(saved: dict[int, Any], now: dict[int, Any]) -> dict[int, Any]:
-    return type(saved)([(handle, hook) for handle, hook in saved.items() if handle in now] if saved else ())
-
-
-class _Copier:
-    """Copies values and keeps who shares what with whom."""
-
-    def __init__(self) -> None:
-        self._known: dict[int, tuple[Any, Any]] = {}
-        self._modules: list[nn.Module] = []
-
-    def modules(self) -> list[nn.Module]:
-        """Return the modules that have come up since the last call."""
-        found, self._modules = self._modules, []
-        return found
-
-    def everything(self, module: nn.Module) -> dict[str, Any]:
-        own = {key: self(value) for key, value in module.__dict__.items() if not _is_common(key)}
-        hooks = {key: copy(module.__dict__[key]) for key in HOOKS}
-        return own | hooks | {"_buffers": self(module._buffers), "_modules": dict(module._modules)}
-
-    def __call__(self, value: Any, depth: int = 0) -> Any:
-        if type(value) in ATOMS:
-            return value
-        if id(value) in self._known:
-            return self._known[id(value)][0]
-        result = self._copied(value, depth)
-        self._known[id(value)] = (result, value)
-        return result
-
-    def _copied(self, value: Any, depth: int) -> Any:
-        # what stands for a module, like the weak proxy by which a trainer knows its model, is none
-        if issubclass(type(value), nn.Module):
-            self._modules.append(value)
-        if isinstance(value, nn.Module | nn.Parameter):
-            return value
-        if isinstance(value, Tensor):
-            return value.detach().clone()
-        if isinstance(value, np.ndarray):
-            return value.copy()
-        if isinstance(value, dict):
-            result = copy(value)
-            for key in value:
-                result[key] = self(value[key], depth)
-            return result
-        if isinstance(value, deque):
-            return deque((self(v, depth) for v in value), value.maxlen)
-        if type(value) in (list, tuple, set):
-            return type(value)(self(v, depth) for v in value)
-        own_way = "__reduce_ex__" in {name for c in type(value).__mro__[:-1] for name in vars(c)}
-        held = attributes_of(value)
-        if depth > 1 or own_way or isinstance(value, NO_STATE) or not (held or hasattr(value, "__dict__")):
-            return value
-        try:
-            # an object of the user's, like a record of running statistics; what lies deeper is not the model's state
-            result = value.__new__(type(value))
-            for key, part in held.items() if result is not value else ():
-                object.__setattr__(result, key, self(part, depth + 1))
-            return result
-        except (TypeError, AttributeError):
-            return value
+    return not (torch.equal(now, before) or torch.allclose(now, before, rtol=0, atol=0, equal_nan=True))
 
 
 @functools.cache
-def _is_common(key: str) -> bool:
-    return (key in COMMON and key not in ("_buffers", "_modules")) or key.startswith("_dpexp")
+def _first(seed: int) -> tuple[float, float]:
+    """The first numbers of Python's generator and of numpy's."""
+    return random.Random(seed).random(), np.random.RandomState(seed).random_sample()
