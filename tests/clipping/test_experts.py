@@ -69,7 +69,7 @@ class Stacked(Mixture):
 
 
 class Uncommon(Mixture):
-    """Operations without a formula, and one that broadcasts, on as many rows as there happen to be; computed again on the way back."""
+    """Operations without a formula, and one that broadcasts; what is computed again on the way back."""
 
     def make(self) -> None:
         self.scales = nn.Parameter(torch.randn(EXPERTS, D))

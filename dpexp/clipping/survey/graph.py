@@ -69,7 +69,7 @@ class Survey:
         self._glimpses: dict[tuple[str, int], int] = {}
         # uses that turned out to be functions of parameters
         self._shared: list[Use] = []
-        self._undecided = False
+        self._undecided = self._picks = False
         self._new_sequence = True
         # sequences of uses whose layouts are proven, see `_sequence`; and uses whose formula agreed with autograd
         self._sequences: set[int] = set()
@@ -127,8 +127,11 @@ class Survey:
         known_uses = self.knows(visit.num_examples)
         if pending or not known_uses:
             self._observe(visit, params, pending, doubted)
-        # behind the last use, too
-        self._undecided |= any(isinstance(layout, layouts.Owned) for layout in self.layout.values())
+        # whoever has picked rows may do it again, and is watched for good; behind the last use, too
+        self._picks |= any(use.is_routed(visit.rows) for use in visit.uses)
+        self._undecided |= self._picks or any(
+            isinstance(known, layouts.Owned) for known in self.layout.values()
+        )
         self._undecided |= any(owner.may_have_picked(visit.rows) for owner in visit.passes)
         loops = [use for use in visit.uses if self.layout[id(use)] == layouts.LOOP]
         lasting = self.looped.union(*(use.names for use in loops if use.place in self.layouts))
