@@ -31,6 +31,7 @@ from dpexp.privacy.ledger import Ledger
 from dpexp.privacy.plan import make_plan
 from dpexp.privacy.plan_checks import check_accountant
 from dpexp.privacy.sampling import PoissonSampler
+from dpexp.privacy.shown import upwards
 from dpexp.schemas import ClipConfig, PrivacyConfig, RunConfig
 from dpexp.training import state
 from dpexp.training.decisions import Decisions
@@ -507,7 +508,7 @@ class PrivacyEngine:
             warnings.warn(
                 f"step {self.steps_taken} was charged a second time: since the interruption something has changed (code, data, "
                 "machine, threads, physical batch size), and it drew a fresh sample and fresh noise. "
-                f"Epsilon is {self.epsilon():.4g} so far",
+                f"Epsilon is {upwards(self.epsilon())} so far",
                 stacklevel=3,
             )
         self._again = again
