@@ -66,6 +66,7 @@ from dpexp.training.steps import Steps
 from dpexp.training.sums import not_finite
 from dpexp.training.watching.functions import Losses, look_at_losses
 from dpexp.training.watching.guards import Batches, GuardedOptimizer
+from dpexp.training.watching.reading import refuse_other_rows
 
 
 class PrivacyEngine:
@@ -176,6 +177,9 @@ class PrivacyEngine:
             refuse_reducer(wrapper)
         check_dataset(dataset, users)
         check_rule(rule, allocation)
+        if users is None:
+            # rows of one user may be in an example
+            refuse_other_rows(dataset)
         self._units = units_of(len(dataset), users, given.rows_per_example)
         adaptive = given.target_quantile is not None
         self.model, self.dataset = model, dataset
