@@ -978,7 +978,7 @@ class OneByOne(torch.utils.data.Dataset):
         self.pictures = [Image.fromarray(np.full((4, 4), i, np.uint8)) for i in range(count)]
         self.frame = pd.DataFrame({"text": [f"text {i}" for i in range(count)], "label": range(count)})
         self.order, self.offsets = list(reversed(range(count))), torch.arange(count)
-        self.base, self.kept = TensorDataset(self.x), {}
+        self.base, self.kept, self.columns = TensorDataset(self.x), {}, {"x": self.x.numpy()}
 
     def __len__(self):
         return len(self.x)
@@ -1008,11 +1008,12 @@ def corrupt(rows, i):
         ("pictures", lambda rows, i: Image.blend(rows.pictures[i], rows.pictures[torch.randint(40, ())], 0.3)),
         ("frame", lambda rows, i: {"text": rows.frame.iloc[i, 0], "pair": rows.frame.iloc[np.random.randint(40)]["text"]}),
         ("base", lambda rows, i: torch.cat([*rows.base[i], *rows.base[39 - i]])),
+        (r"columns\['x'\]", lambda rows, i: rows.columns["x"][i] - rows.columns["x"][0]),
     ],
 )  # fmt: skip
 def test_a_data_set_that_mixes_rows_one_by_one_is_refused(tmp_path, name, make):
     rows = OneByOne(make)
-    for dataset in (rows, torch.utils.data.Subset(rows, range(10, 30))):
+    for dataset in (rows, torch.utils.data.Subset(rows, range(10, 30)), rows + TensorDataset(rows.x)):
         with pytest.raises(UserError, match=f"another row of its {name} changes it"):
             refuse_other_rows(dataset)
 
@@ -1050,6 +1051,14 @@ def test_an_engine_refuses_a_data_set_that_mixes_unless_users_own_the_rows(tmp_p
     assert not (tmp_path / "rows").exists()
     users = [i // 2 for i in range(40)]
     make(tmp_path / "users", dataset=pairs, data_name="pairs", users=users, batch_size=5)
+    with pytest.raises(UserError, match="makes one example of several rows"):
+        make(
+            tmp_path / "others",
+            dataset=pairs,
+            data_name="pairs",
+            users=[i // 2 % 19 for i in range(1, 41)],
+            batch_size=5,
+        )
 
 
 class Remembering:

@@ -177,10 +177,8 @@ class PrivacyEngine:
             refuse_reducer(wrapper)
         check_dataset(dataset, users)
         check_rule(rule, allocation)
-        if users is None:
-            # rows of one user may be in an example
-            refuse_other_rows(dataset)
         self._units = units_of(len(dataset), users, given.rows_per_example)
+        refuse_other_rows(dataset, users)
         adaptive = given.target_quantile is not None
         self.model, self.dataset = model, dataset
         self.checkpoint_every, self._fixed_length = given.checkpoint_every, fixed_length
