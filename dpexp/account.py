@@ -21,6 +21,7 @@ from dpexp.privacy.events import composed, fixed_size_event, neighbouring, step_
 from dpexp.privacy.individual import draw_groups, solve
 from dpexp.privacy.plan_checks import check_accountant, resolve_delta, steps_of
 from dpexp.privacy.schedules import CONSTANT, Schedule, factor_counts
+from dpexp.privacy.shown import upwards
 from dpexp.privacy.tradeoff import FPR, NO_BOUND, TPR, attack
 from dpexp.privacy.tuning import tuned_epsilons
 from dpexp.schemas import AccountantConfig, IndividualConfig, ScheduleConfig
@@ -224,7 +225,7 @@ def as_text(result: dict[str, Any]) -> str:
 def _number(value: float | None) -> str:
     if value is None:
         return "inf"
-    return f"{value:.4g}" if value < 1e-3 or value >= 1e4 else f"{value:.4f}"
+    return upwards(value, ".4g" if value < 1e-3 or value >= 1e4 else ".4f")
 
 
 def _check(arguments: AccountArguments) -> None:

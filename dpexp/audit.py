@@ -21,6 +21,7 @@ from dpexp.errors import INTERRUPTED, UserError, did_you_mean
 from dpexp.metrics import exposure
 from dpexp.models import build_tokenizer
 from dpexp.privacy.keys import delete_key, open_keys
+from dpexp.privacy.shown import upwards
 from dpexp.tasks import build_task
 from dpexp.tasks.users import by_user
 from dpexp.train import dry_start, how_to_resume
@@ -177,7 +178,7 @@ def table_of(summary: dict[str, Any]) -> Table:
 
 
 def _claim(epsilon: float | None, accountant: str | None) -> str:
-    return "none" if epsilon is None else f"{epsilon:.4g} ({accountant})"
+    return "none" if epsilon is None else f"{upwards(epsilon)} ({accountant})"
 
 
 def _spread(mean: float, deviation: float | None) -> str:

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dpexp.config import compose, run_folder
+from dpexp.privacy.shown import upwards
 from dpexp.statement import ACCOUNTANTS
 
 JOB = ("task=sst2", "clip=adaptive_perlayer", "scale=demo")
@@ -71,7 +72,7 @@ def result_table(summary: dict[str, Any]) -> Table:
         table.add_row(name, f"{value:.4f}")
     for name in ACCOUNTANTS:
         note = {privacy["accountant"]: "decides", "gdp": "approximation"}.get(name, "")
-        table.add_row(f"ε {name}", f"{privacy['epsilon'][name]:.4f}", note)
+        table.add_row(f"ε {name}", upwards(privacy["epsilon"][name]), note)
     table.add_row("δ", f"{privacy['delta']:.3g}")
     return table
 

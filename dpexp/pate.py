@@ -31,6 +31,7 @@ from dpexp.privacy.ledger import Ledger
 from dpexp.privacy.noise import KeyedGenerator, SecureGenerator, add_gaussian_, describe
 from dpexp.privacy.pate import METHODS, VotePlan, plan_votes
 from dpexp.privacy.plan_checks import resolve_delta
+from dpexp.privacy.shown import upwards
 from dpexp.schemas import (
     AccountantConfig,
     DataConfig,
@@ -350,10 +351,10 @@ def show(summary: dict[str, Any], console: Console) -> None:
     for name in ACCOUNTANTS:
         value = privacy["epsilon"][name]
         decides = "  (decides)" if name == privacy["accountant"] else ""
-        lines.append(f"{'ε ' + name:<15} {'-' if value is None else format(value, '.4f')}{decides}")
+        lines.append(f"{'ε ' + name:<15} {upwards(value)}{decides}")
     for number, group in enumerate(privacy.get("individual", {}).get("groups", []), start=1):
         lines.append(
-            f"  group {number}: target {group['target']:g}, spent {group['epsilon'][privacy['accountant']]:.4f}"
+            f"  group {number}: target {group['target']:g}, spent {upwards(group['epsilon'][privacy['accountant']])}"
         )
     console.print("\n".join(lines), markup=False)
 

@@ -84,7 +84,7 @@ def predict(arguments: PredictArguments, out: Path) -> int:
 
     Raises:
         UserError: no finished run, a kind of task that is not known here, rows that cannot be read, classes that the run took
-            from its training data.
+            from its training data; or the file is there already.
     """
     if arguments.batch_size < 1:
         raise UserError(f"batch_size={arguments.batch_size}: give 1 or more")
@@ -98,6 +98,10 @@ def predict(arguments: PredictArguments, out: Path) -> int:
     if out.is_dir():
         raise UserError(
             f"out={out} is a folder: give the name of a file in it, such as out={out / 'predictions.csv'}"
+        )
+    if out.exists():
+        raise UserError(
+            f"out={out} is there already, and would be lost: give the name of a new file, or move it"
         )
     # before the work, not behind it
     make_folder(out.parent, "out")

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dpexp.durable import flattened, read_json, read_yaml
+from dpexp.privacy.shown import upwards
 
 if TYPE_CHECKING:
     from dpexp.privacy.plan import Plan
@@ -55,8 +56,9 @@ def sentence(run: RunConfig, settings: dict[str, Any], folder: Path, plan: Plan 
         for key, value in sorted(different.items())
     )
     return (
-        f"note: {other} is an unfinished run of the same settings but for its runtime, with {charges} charges (ε = {spent:.3f} "
-        f"by {accountant}) on the same data, which no epsilon of this run counts. To go on with it instead: {given}"
+        f"note: {other} is an unfinished run of the same settings but for its runtime, with {charges} charges (ε = "
+        f"{upwards(spent)} by {accountant}) on the same data, which no epsilon of this run counts. To go on with it "
+        f"instead: {given}"
     )
 
 

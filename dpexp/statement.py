@@ -13,6 +13,7 @@ from dpexp.privacy.events import decode, encode
 from dpexp.privacy.keys import COPIED
 from dpexp.privacy.noise import describe
 from dpexp.privacy.plan_checks import UNITS
+from dpexp.privacy.shown import upwards
 from dpexp.privacy.tradeoff import NO_BOUND, attack
 from dpexp.privacy.tuning import tuned_epsilons
 
@@ -213,8 +214,9 @@ def privacy_notes(
     notes += _unbounded(spent)
     decided = spent.get(plan.accountant)
     if decided is not None and MEANINGLESS < decided < math.inf:
+        shown = upwards(decided, ".4g")
         notes.append(
-            f"epsilon = {decided:.4g} protects nobody: it lets an adversary's odds grow by a factor of e^{decided:.4g}; "
+            f"epsilon = {shown} protects nobody: it lets an adversary's odds grow by a factor of e^{shown}; "
             "values of 10 and less are usual"
         )
     if plan.noise_multiplier > 0:
@@ -279,7 +281,7 @@ def _unbounded(spent: dict[str, float | None]) -> list[str]:
     """What it means where accountants find no finite ε. gdp bounds nothing, finite or not."""
     bounds = {name: value for name, value in spent.items() if value is not None and name != "gdp"}
     infinite = [name for name, value in bounds.items() if not math.isfinite(value)]
-    finite = [f"{name} {value:.4f}" for name, value in bounds.items() if math.isfinite(value)]
+    finite = [f"{name} {upwards(value)}" for name, value in bounds.items() if math.isfinite(value)]
     if not infinite:
         return []
     if not finite:

@@ -54,7 +54,7 @@ def examples(readme: str) -> dict[str, list[str]]:
         "Hugging Face": [
             "python",
             "-c",
-            f"{AROUND}{hugging_face}trainer.train()\nprint(trainer.engine.epsilon())",
+            f"{AROUND}{hugging_face}print(trainer.engine.epsilon())",
         ],
         **named,
     }

@@ -8,6 +8,7 @@ import pytest
 from dpexp.account import AccountArguments, account, as_text
 from dpexp.errors import UserError
 from dpexp.privacy.plan import make_plan
+from dpexp.privacy.shown import upwards
 from dpexp.schemas import AccountantConfig, IndividualConfig, ScheduleConfig
 from tests.commands import called
 
@@ -117,6 +118,14 @@ def values(**changes):
 def test_values_that_make_no_mechanism_are_refused(changes, message):
     with pytest.raises(UserError, match=message):
         account(values(**changes))
+
+
+def test_no_epsilon_is_printed_smaller_than_it_is():
+    result = account(values()) | {
+        "epsilon": {"rdp": 1.00002, "gdp": 0.0, "prv": 2.30001e-5, "pld": 3.0 + 1e-14}
+    }
+    shown = [line.split()[2] for line in as_text(result).splitlines() if line.startswith("epsilon")]
+    assert shown == ["1.0001", "0", "2.301e-05", "3.0000"]
 
 
 def test_an_infinite_epsilon_is_null_in_json():
@@ -266,4 +275,4 @@ def test_a_grid_shows_what_each_of_its_jobs_found(tmp_path):
     assert [job["σ"] for job in ended] == [1, 2]
     alone = account(arguments(noise_multiplier=2.0, sample_rate=0.0243, steps=410, delta=1.2e-5))
     assert ended[1]["ε pld"] == alone["epsilon"]["pld"]
-    assert f"{alone['epsilon']['pld']:.4g}" in done.stdout.split("2 jobs, 0 failed")[1]
+    assert upwards(alone["epsilon"]["pld"], ".4g") in done.stdout.split("2 jobs, 0 failed")[1]

@@ -39,6 +39,7 @@ def finished(tmp_path, *overrides):
 
 def predicted(folder, data, **others):
     out = folder.parent / "predictions.csv"
+    out.unlink(missing_ok=True)
     assert predict(PredictArguments(run=str(folder), data=str(data), device="cpu", **others), out) > 0
     return list(csv.DictReader(out.open()))
 
@@ -158,6 +159,10 @@ def test_bad_input_is_said_in_a_sentence(tmp_path):
     assert len(rows.read_text().splitlines()) == 41
     with pytest.raises(UserError, match="is a folder: give the name of a file"):
         predict(PredictArguments(run=str(folder), data=str(rows), labels=LABELS), tmp_path)
+    (tmp_path / "before.csv").write_text("of yesterday")
+    with pytest.raises(UserError, match=r"before\.csv is there already, and would be lost"):
+        predict(PredictArguments(run=str(folder), data=str(rows), labels=LABELS), tmp_path / "before.csv")
+    assert (tmp_path / "before.csv").read_text() == "of yesterday"
     with pytest.raises(UserError, match="no finished run"):
         predicted(tmp_path, rows)
     with pytest.raises(UserError, match="no such file"):

@@ -11,6 +11,7 @@ import yaml
 
 from dpexp import siblings
 from dpexp.config import compose, run_folder, to_dict
+from dpexp.privacy.shown import upwards
 from dpexp.statement import trials_of
 from dpexp.training.planning import build_plan
 from tests.commands import called
@@ -36,7 +37,7 @@ def test_the_run_that_is_left_behind_is_named_with_its_epsilon(tmp_path: Path) -
     said = siblings.sentence(run, to_dict(run), run_folder(run), plan)
     assert said is not None
     assert str(other) in said
-    assert f"ε = {plan.epsilon(4, 'rdp'):.3f}" in said
+    assert f"ε = {upwards(plan.epsilon(4, 'rdp'))}" in said
     assert "runtime.physical_batch_size=16" in said
 
 

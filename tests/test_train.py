@@ -18,10 +18,10 @@ from dpexp.config import compose, run_folder, to_dict
 from dpexp.errors import UserError
 from dpexp.privacy import accountants
 from dpexp.privacy.events import decode
+from dpexp.privacy.shown import upwards
 from dpexp.schemas import ClipConfig, DataConfig, ModelConfig, RunConfig, TaskConfig
 from dpexp.train import report_finished, train
 from dpexp.training import release
-from dpexp.training.export import upwards
 from dpexp.training.loop import Trainer
 from dpexp.training.planning import build_plan, choose_device, number_of_steps
 from tests.commands import called
@@ -210,7 +210,7 @@ def test_an_unfinished_run_of_the_same_settings_is_named_with_its_epsilon(tmp_pa
     plan = build_plan(run, 16000, 3)
     said = siblings.sentence(run, to_dict(run), own, plan)
     assert str(folder) in said
-    assert f"with 2 charges (ε = {plan.epsilon(2, 'rdp'):.3f}" in said
+    assert f"with 2 charges (ε = {upwards(plan.epsilon(2, 'rdp'))}" in said
     assert said.endswith("engine=auto runtime.threads=1")
     other, elsewhere = prepare(tmp_path, "optim.lr=0.5")
     assert siblings.sentence(other, to_dict(other), elsewhere, plan) is None

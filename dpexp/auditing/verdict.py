@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from dpexp.privacy.shown import upwards
+
 Bounds = Callable[[npt.NDArray[np.bool_], float], list[dict[str, Any]]]
 """(`[m]` which canaries, confidence) -> rows that each have an ``epsilon_lower``."""
 
@@ -70,8 +72,8 @@ def _sentence(found: Mapping[str, Any]) -> str:
     if claimed is None:
         return "no epsilon is claimed, so there is nothing to refute"
     if found["refuted"]:
-        return f"REFUTED: the training leaks more than the claimed epsilon of {claimed:.4g} allows"
-    return f"the claimed epsilon of {claimed:.4g} is not refuted"
+        return f"REFUTED: the training leaks more than the claimed epsilon of {upwards(claimed)} allows"
+    return f"the claimed epsilon of {upwards(claimed)} is not refuted"
 
 
 def _beside(claimed: float | None, rows: list[dict[str, Any]]) -> dict[str, Any]:

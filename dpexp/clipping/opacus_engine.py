@@ -24,7 +24,7 @@ from dpexp.clipping.gradients import numerics
 from dpexp.clipping.groups import Group
 from dpexp.clipping.sharding import shards_of
 from dpexp.clipping.survey import layouts
-from dpexp.clipping.tapping.dataflow import Entered, tensors_in
+from dpexp.clipping.tapping.dataflow import FEW, Entered, tensors_in
 from dpexp.clipping.tapping.roots import Roots
 from dpexp.errors import UserError
 
@@ -33,6 +33,8 @@ ATTACHED = "_dpexp_clipper"
 
 # what it keeps in modules
 LEFT = ("activations", "max_batch_len")
+# nodes of autograd behind operations that may give rows another order
+_PICKING = ("Index", "Gather", "Scatter", "MaskedS", "Take", "Sort", "Topk", "Stack", "Cat")
 
 
 class _Graph:
@@ -60,6 +62,8 @@ class OpacusBackend(Backend):
         self.params = {name: p for group in groups for name, p in group.params.items()}
         # how many nodes autograd made in forwards of which it is proven whose gradient is whose; and in the last one
         self.proven: set[int] = set()
+        # in those that picked rows by index, of which it is proven for their own batch alone
+        self.routed: set[int] = set()
         self.nodes = self.backwards = 0
         self.rounding = 0.0
         try:
@@ -204,12 +208,15 @@ class OpacusBackend(Backend):
         return found
 
     def _signed_gradients(self, losses: Tensor, ones: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """Ordinary gradients under random weights of the losses, for each new way through the model, and now and then."""
+        """Ordinary gradients under random weights of the losses: for each new way through the model, for each batch on a way that
+        picks rows, and now and then."""
         row_weights = layouts.weights(losses.shape[0]).to(losses)
         self.backwards += 1
-        proven = self.nodes in self.proven and not layouts.due(self.backwards)
+        proven = self.nodes in self.proven - self.routed and not layouts.due(self.backwards)
         if proven or losses.shape[0] < 2:
             return row_weights, {}
+        if self.nodes not in self.routed and _picks_rows(losses.grad_fn):
+            self.routed.add(self.nodes)
         try:
             grads = torch.autograd.grad(
                 losses, list(self.params.values()), row_weights * ones, retain_graph=True, allow_unused=True
@@ -287,6 +294,28 @@ class OpacusBackend(Backend):
             if self.rows_per_example > 1
             else sample
         )
+
+
+def _picks_rows(root: Any) -> bool:
+    """Whether rows of the batch, which stand in front, were picked, ordered or put together on the way to a node of autograd."""
+    seen, left = {None}, [root]
+    while left:
+        if (node := left.pop()) in seen:
+            continue
+        seen.add(node)
+        left += [before for before, _ in node.next_functions]
+        if not node.name().startswith(_PICKING):
+            continue
+        if not hasattr(node, "_saved_indices"):
+            if getattr(node, "_saved_dim", 0) == 0:
+                return True
+            continue
+        first, *rest = node._saved_indices
+        # as for the last token of each row, and not an order, which may only happen to change nothing
+        each = first is not None and len(first) >= FEW and any(part is not None for part in rest)
+        if first is not None and not (each and torch.equal(first.flatten().cpu(), torch.arange(len(first)))):
+            return True
+    return False
 
 
 def _in_order(convolution: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:

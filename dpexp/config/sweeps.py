@@ -26,6 +26,7 @@ from rich.table import Table
 
 from dpexp.durable import finite, json_lines
 from dpexp.errors import UserError, first_line
+from dpexp.privacy.shown import upwards
 
 FILE = "jobs.jsonl"
 BEGUN = "begun"
@@ -187,8 +188,8 @@ def report(program: str = "train", console: Console | None = None) -> None:
             str(row["job"]),
             *(given.get(key, "") for key in varied),
             f"failed: {row['error']}" if row["status"] == "failed" else row["status"],
-            *(["" if row.get("epsilon") is None else f"{row['epsilon']:.4g}"] if spent else []),
-            *("" if metrics.get(name) is None else f"{metrics[name]:.4g}" for name in names),
+            *(["" if row.get("epsilon") is None else upwards(row["epsilon"])] if spent else []),
+            *(_number(name, metrics.get(name)) for name in names),
         )
     console = console or Console(highlight=False)
     console.print(table)
@@ -204,6 +205,12 @@ def report(program: str = "train", console: Console | None = None) -> None:
     together = " What they cost together: `dpexp report run` and their folders."
     said = (chosen if program == "train" else "") + together
     console.print(f"epsilon is that of each job alone.{said}", markup=False)
+
+
+def _number(name: str, value: float | None) -> str:
+    if value is None:
+        return ""
+    return upwards(value, ".4g") if name.startswith("ε ") else f"{value:.4g}"
 
 
 def _varied(rows: list[dict[str, Any]]) -> list[str]:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dpexp.durable import flattened
+from dpexp.privacy.shown import upwards
 from dpexp.reproduce.documents import number
 from dpexp.reproduce.records import ELSEWHERE
 from dpexp.reproduce.statistics import Comparison, against, interval, mean_std
@@ -119,7 +120,8 @@ def _budgets(summaries: Sequence[Mapping[str, Any]]) -> str:
     privacy = [summary.get("privacy", {}) for summary in summaries]
     spent = {(each.get("epsilon") or {}).get(each.get("accountant")) for each in privacy}
     return " to ".join(
-        f"{value:.3g}" for value in sorted({v for v in spent if v is not None})[:: max(1, len(spent) - 1)]
+        upwards(value, ".3g")
+        for value in sorted({v for v in spent if v is not None})[:: max(1, len(spent) - 1)]
     )
 
 

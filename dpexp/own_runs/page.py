@@ -22,6 +22,7 @@ from dpexp.own_runs.comparison import HEAD, comparison, repeated
 from dpexp.own_runs.reading import OwnRun, of_groups, read
 from dpexp.privacy import accountants
 from dpexp.privacy.events import composed
+from dpexp.privacy.shown import upwards
 from dpexp.record import KNOWN
 from dpexp.reproduce.drawing import draw, lines
 from dpexp.statement import UNPROTECTED, with_choice
@@ -233,7 +234,7 @@ def _together(runs: list[OwnRun]) -> Iterator[str]:
         event = composed(pair for encoded, count in counts.items() for pair in of_groups(encoded, count))
         try:
             spent = accountants.epsilon(event, min(known), "rdp")
-            what = f"is {spent:.4f} at δ = {min(known):.3g} by {max((run.named('rdp') for run in charged), key=len)}"
+            what = f"is {upwards(spent)} at δ = {min(known):.3g} by {max((run.named('rdp') for run in charged), key=len)}"
         except UserError as error:
             what = f"is not told here: {error}"
     yield (
@@ -273,14 +274,14 @@ def _facts(run: OwnRun, released: bool) -> dict[str, str]:
         facts["δ"] = f"{run.delta:.3g}"
     steps, spent = run.epsilons
     if steps:
-        facts |= {f"ε by {run.named(name)}": f"{values[-1]:.4f}" for name, values in spent.items()}
+        facts |= {f"ε by {run.named(name)}": upwards(values[-1]) for name, values in spent.items()}
     elif run.filtered:
         budget = summary.get("privacy", {}).get("epsilon") or {}
         facts |= {
-            f"ε by {run.named(name)}": f"{value:.4f}" for name, value in budget.items() if value is not None
+            f"ε by {run.named(name)}": upwards(value) for name, value in budget.items() if value is not None
         }
     if (tuned := with_choice(summary.get("privacy", {}))) is not None:
-        facts["ε with tuning"] = f"{tuned[1]:.4f} by {run.named(tuned[0])}"
+        facts["ε with tuning"] = f"{upwards(tuned[1])} by {run.named(tuned[0])}"
     facts |= {name: f"{value:.4g}" for name, value in summary.get("metrics", {}).items()}
     for name, value in summary.get("performance", {}).items():
         if value is None or (released and name not in KNOWN):

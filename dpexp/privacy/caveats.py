@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 DRAWS = 0.01
 # an ε above which the odds of any attacker may rise by more than 10⁸
 MEANINGLESS = 20.0
+# a δ above which the failure that it allows is not rare
+LARGE_DELTA = 1e-3
 
 
 def pointless(plan: Plan) -> list[str]:
@@ -30,6 +32,12 @@ def pointless(plan: Plan) -> list[str]:
     if plan.delta >= 1 / plan.num_examples:
         found.append(
             f"delta = {plan.delta:g} is not below 1/N: publishing a random example would satisfy it."
+        )
+    elif plan.delta > LARGE_DELTA:
+        found.append(
+            f"delta = {plan.delta:.2g} is large: the guarantee allows that an example is told whole, with this probability. "
+            "Rules of N, such as the default, give so much where N is small; a number, such as delta=1e-5, takes a larger "
+            "epsilon or more noise."
         )
     if (plan.target_epsilon or 0.0) > MEANINGLESS:
         found.append(

@@ -253,7 +253,9 @@ def _csv(path: Path, text: str) -> Iterator[Row]:
     start = 1
     try:
         for row in reader:
-            yield start, row
+            # a blank line is no row, as in pandas; an empty text has quotation marks
+            if row:
+                yield start, row
             start = reader.line_num + 1
     except csv.Error as error:
         raise UserError(f"{path}, line {start}: malformed CSV ({error})") from error

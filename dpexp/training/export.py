@@ -13,6 +13,7 @@ from dpexp.durable import read_json, write_atomic
 from dpexp.models import adapters, rgp
 from dpexp.privacy.caveats import MEANINGLESS
 from dpexp.privacy.plan_checks import UNITS
+from dpexp.privacy.shown import upwards
 from dpexp.privacy.tradeoff import FPR, TPR
 from dpexp.training.earlier import CARD
 
@@ -198,7 +199,7 @@ def _in_words(privacy: dict[str, Any], spent: float | None) -> list[str]:
         return []
     replaced = privacy["neighbouring"].startswith("replace")
     change = "replaced by another" if replaced else "left out of the training data"
-    factor = float(f"{math.exp(spent):.3g}")
+    factor = float(upwards(math.exp(spent), ".3g"))
     return [
         "",
         f"If one {UNITS[privacy.get('unit', 'example')]} is {change}, the probability of anything that somebody could conclude "
@@ -230,10 +231,10 @@ def _currency(privacy: dict[str, Any]) -> list[str]:
     """What an attacker can do at most, and what the choice among trials adds; as far as the record knows."""
     rows = []
     if (mu := privacy.get("mu")) is not None:
-        rows.append(f"| μ of Gaussian DP, with its regret Δ | {mu:.4f}, {privacy['mu_regret']:.4f} |")
+        rows.append(f"| μ of Gaussian DP, with its regret Δ | {upwards(mu)}, {privacy['mu_regret']:.4f} |")
     if (tpr := privacy.get(TPR)) is not None:
         rows.append(
-            f"| true positives of any membership test, at {FPR:g} false positives | at most {tpr:.4g} |"
+            f"| true positives of any membership test, at {FPR:g} false positives | at most {upwards(tpr)} |"
         )
     if (tuned := statement.with_choice(privacy)) is not None:
         name, value = tuned
@@ -246,11 +247,6 @@ def _currency(privacy: dict[str, Any]) -> list[str]:
 def _hashes(data: dict[str, Any]) -> str:
     """Of published data alone: a card goes with the model, and the hash of private data tells whether a guess at it is right."""
     return "" if data["source"] == "own files" else f", SHA-256 {data['sha256']}"
-
-
-def upwards(value: float | None) -> str:
-    """Write an ε with four digits, never a smaller one; what rounding errors alone add is left."""
-    return "-" if value is None else f"{math.ceil(value * 1e4 - 1e-6) / 1e4:.4f}"
 
 
 def _number(value: float | None) -> str:

@@ -15,6 +15,7 @@ from rich.table import Table
 
 from dpexp.errors import UserError
 from dpexp.privacy.ledger import Ledger
+from dpexp.privacy.shown import upwards
 from dpexp.privacy.tradeoff import FPR, TPR
 from dpexp.provenance import peak_memory_mib
 from dpexp.statement import ACCOUNTANTS, with_choice
@@ -121,7 +122,7 @@ class Progress:
         mark = "" if self.delta is None else " (not private)"
         shown = [] if loss is None else [f"loss {loss:.4f}{mark}"]
         if self.epsilon is not None:
-            shown.append(f"ε {self.epsilon:.3f} (rdp)")
+            shown.append(f"ε {upwards(self.epsilon, '.3f')} (rdp)")
         if not self.strict:
             shown += [f"{rate:.0f} examples/s", f"peak {peak_memory_mib(self.device):.0f} MiB"]
         return "  ".join(shown)
@@ -162,19 +163,19 @@ def summary_table(summary: dict[str, Any]) -> Table:
             value = privacy["epsilon"][name]
             decides = "  (decides)" if name == privacy["accountant"] else ""
             clt = "  (approximation)" if name == "gdp" else ""
-            table.add_row(f"ε {name}", ("-" if value is None else f"{value:.4f}") + decides + clt)
+            table.add_row(f"ε {name}", upwards(value) + decides + clt)
         for number, group in enumerate(privacy.get("individual", {}).get("groups", ()), start=1):
             spent = group["epsilon"][privacy["accountant"]]
             table.add_row(
                 f"ε of group {number}",
-                f"{spent:.4f} ({group['examples']} examples, budget {group['target']:g})",
+                f"{upwards(spent)} ({group['examples']} examples, budget {group['target']:g})",
             )
         if (tuned := with_choice(privacy)) is not None:
-            table.add_row("ε with tuning", f"{tuned[1]:.4f}  (by {tuned[0]})")
+            table.add_row("ε with tuning", f"{upwards(tuned[1])}  (by {tuned[0]})")
         table.add_row("δ", f"{privacy['delta']:.3g}")
         if privacy.get("mu") is not None:
-            table.add_row("μ of Gaussian DP", f"{privacy['mu']:.4f}, regret {privacy['mu_regret']:.2g}")
-            table.add_row(f"TPR at FPR {FPR:g}", f"{privacy[TPR]:.4f} at most, of any membership test")
+            table.add_row("μ of Gaussian DP", f"{upwards(privacy['mu'])}, regret {privacy['mu_regret']:.2g}")
+            table.add_row(f"TPR at FPR {FPR:g}", f"{upwards(privacy[TPR])} at most, of any membership test")
         multiplier, of_gradients = privacy["noise_multiplier"], privacy["sigma_new"]
         shared = (
             "" if of_gradients == multiplier else f" of all releases, {of_gradients:.4f} of the gradients"

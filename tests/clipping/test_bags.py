@@ -143,7 +143,7 @@ def test_bags_of_several_tables_are_told_apart_however_short(lengths: list[list[
     for i, p in enumerate(params):
         assert p.grad is not None
         torch.testing.assert_close(p.grad, sum(f * g[i] for f, g in zip(factors, alone, strict=True)))
-    # rows of offsets may look like texts that end in the id 0
+    # rows of offsets may look like texts that end in the same id
     assert stacked or clipper.notes == []
 
 

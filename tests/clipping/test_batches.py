@@ -86,6 +86,47 @@ def test_opacus_is_refused_where_rows_are_sorted() -> None:
         clipper.backward(square(model, later))
 
 
+@pytest.mark.parametrize(
+    "order",
+    [
+        lambda h, places: h[places],
+        lambda h, places: h[places.tolist()],
+        lambda h, places: h.index_select(0, places),
+        lambda h, places: torch.zeros_like(h).index_copy(0, places, h),
+        lambda h, places: h.gather(0, places[:, None].expand_as(h)),
+        lambda h, places: torch.stack([h[i] for i in places]),
+        lambda h, places: torch.cat([h[i : i + 1] for i in places]),
+    ],
+)
+def test_opacus_is_proven_in_each_batch_where_rows_may_be_sorted(order: Any) -> None:
+    """The norms of an example were made of its own rows in one layer, and of another one's in the next."""
+
+    def forward(self: Any, x: Tensor, lengths: Tensor) -> Tensor:
+        places = lengths.argsort(descending=True, stable=True)
+        return self.out(order(torch.tanh(self.first(order(x, places))), places.argsort()))
+
+    *batches, later = in_order_at_first()
+    model = Own(forward, **linears("first", "out")).double()
+    clipper = attach(model, engine="opacus")
+    for batch in batches:
+        clipper.backward(square(model, batch))
+    with pytest.raises(UserError, match="do not add up"):
+        clipper.backward(square(model, later))
+
+
+def test_opacus_is_proven_once_where_each_row_gives_its_last_token() -> None:
+    def forward(self: Any, x: Tensor, lengths: Tensor) -> Tensor:
+        h = torch.tanh(self.first(x))
+        return self.out(h[torch.arange(len(x)), lengths - 1])
+
+    torch.manual_seed(0)
+    model = Own(forward, **linears("first", "out")).double()
+    clipper = attach(model, engine="opacus")
+    clipper.backward(square(model, rows(8, 3) | {"lengths": torch.tensor([3, 1, 2, 3, 1, 2, 3, 3])}))
+    assert clipper._backend.proven
+    assert not clipper._backend.routed
+
+
 def test_an_order_of_python_that_changes_nothing_at_first_is_an_order() -> None:
     def forward(self: Any, x: Tensor, lengths: list[int]) -> Tensor:
         order = sorted(range(len(x)), key=lambda i: lengths[i])

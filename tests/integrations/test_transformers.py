@@ -19,9 +19,9 @@ from dpexp.clipping.engines import ENGINES, Engine
 from dpexp.errors import UserError
 from dpexp.models.adapters import add_adapters
 from dpexp.own_runs.reading import read
+from dpexp.privacy.shown import upwards
 from dpexp.schemas import PeftConfig
 from dpexp.training import release
-from dpexp.training.export import upwards
 from tests.integrations.hugging_face import (
     CHECKPOINTING,
     PRIVACY,

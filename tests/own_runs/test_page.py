@@ -13,6 +13,7 @@ from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
 from dpexp.own_runs.page import MOST_WITHIN, WITHHELD, _plot, main, size_for
 from dpexp.own_runs.reading import read
 from dpexp.privacy.ledger import Ledger
+from dpexp.privacy.shown import upwards
 from dpexp.report import main as report
 from dpexp.reproduce.drawing import draw
 
@@ -195,7 +196,7 @@ def test_what_runs_cost_together_is_told_by_their_ledgers(tmp_path: Path) -> Non
     page = (tmp_path / "page" / "index.html").read_text()
     alone = Ledger(_run(tmp_path / "c", charges=8) / "ledger.jsonl", b"k" * 32)
     assert (
-        f"ε of all 2 runs together, the unfinished and failed ones included, is {alone.epsilon(DELTA):.4f}"
+        f"ε of all 2 runs together, the unfinished and failed ones included, is {upwards(alone.epsilon(DELTA))}"
         in page
     )
     bare = _run(tmp_path / "d", charges=0)

@@ -67,6 +67,15 @@ def test_a_quoted_csv_cell_may_hold_lines_and_later_rows_keep_their_line_numbers
     assert table.at(1) == f"{path}, line 4"
 
 
+def test_blank_lines_of_a_csv_are_no_rows(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_bytes(b'\ntext,label\r\n\r\nfine,0\n\n"two\n\nparts",1\n\n\n"",2\n\n')
+    table = read_table(path, COLUMNS)
+    assert table.columns == {"text": ["fine", "two\n\nparts", ""], "label": ["0", "1", "2"]}
+    assert table.columns["text"] == list(pandas.read_csv(path, keep_default_na=False)["text"])
+    assert table.at(2) == f"{path}, line 11"
+
+
 def test_windows_line_ends_and_a_byte_order_mark_are_no_content(tmp_path: Path) -> None:
     path = tmp_path / "a.tsv"
     path.write_bytes(b"\xef\xbb\xbftext\tlabel\r\ngood\t1\r\n")

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from dpexp.errors import UserError
+from dpexp.privacy.shown import upwards
 from dpexp.privacy.tuning import tuned_epsilons
-from dpexp.training.export import upwards
 from dpexp.training.watching.collating import padding_token
 from tests.training.own_loop import (
     adam_of,

@@ -263,6 +263,8 @@ def test_a_file_in_the_folders_place_is_refused(tmp_path):
 def test_a_guarantee_that_protects_nobody_is_said_at_once(tmp_path):
     with pytest.warns(UserWarning, match="not below 1/N"):
         make(tmp_path / "a", delta=0.5)
+    with pytest.warns(UserWarning, match=r"delta = 0\.0011 is large: .* told whole"):
+        make(tmp_path / "large", delta=0.0011)
     with pytest.warns(UserWarning, match="bounds next to nothing"):
         make(tmp_path / "b", noise_multiplier=None, epsilon=1e6)
     with pytest.warns(UserWarning, match="epsilon is infinite"):

@@ -118,6 +118,18 @@ def test_the_final_table_shows_all_accountants_and_which_decides():
     assert "with tuning" not in text
 
 
+def test_an_epsilon_is_rounded_upwards_as_in_cards():
+    progress = Progress(1, 0, 1e-5, torch.device("cpu"), output())
+    progress.epsilon = 1.2342
+    assert "ε 1.235 (rdp)" in progress.facts(None, 1.0)
+    written = summary(block())
+    written["performance"] = {"device": "cpu: x"}
+    written["privacy"]["epsilon"] |= {"rdp": 1.23441, "pld": None}
+    console = output()
+    console.print(summary_table(written))
+    assert "1.2345" in console.file.getvalue()
+
+
 def test_the_final_table_shows_what_the_choice_among_trials_adds():
     console = output()
     written = summary(block())

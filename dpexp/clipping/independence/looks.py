@@ -52,7 +52,7 @@ ONE_WAY = (
 )
 
 SUPPOSED = (
-    "rows of this batch end in the id {why}, and more of it changes what an example gets. If that is padding, an example depends "
+    "rows of this batch end in the same id, and more of it changes what an example gets. If that is padding, an example depends "
     "on the longest one beside it: give the model an attention mask, or its configuration a pad_token_id, and it is looked at"
 )
 
@@ -259,7 +259,7 @@ class Independence:
             self._note(NOTE, WHOLE)
         for look in looks:
             if look.supposed is not None:
-                self._note(SUPPOSED, str(look.supposed))
+                self._note(SUPPOSED, "")
         for why in [look.one_way for look in looks if look.one_way]:
             self._note(ONE_WAY, why)
 

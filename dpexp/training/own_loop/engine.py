@@ -31,6 +31,7 @@ from dpexp.privacy.ledger import Ledger
 from dpexp.privacy.plan import make_plan
 from dpexp.privacy.plan_checks import check_accountant
 from dpexp.privacy.sampling import PoissonSampler
+from dpexp.privacy.shown import upwards
 from dpexp.schemas import ClipConfig, PrivacyConfig, RunConfig
 from dpexp.training import state
 from dpexp.training.decisions import Decisions
@@ -65,6 +66,7 @@ from dpexp.training.steps import Steps
 from dpexp.training.sums import not_finite
 from dpexp.training.watching.functions import Losses, look_at_losses
 from dpexp.training.watching.guards import Batches, GuardedOptimizer
+from dpexp.training.watching.reading import refuse_other_rows
 
 
 class PrivacyEngine:
@@ -176,6 +178,7 @@ class PrivacyEngine:
         check_dataset(dataset, users)
         check_rule(rule, allocation)
         self._units = units_of(len(dataset), users, given.rows_per_example)
+        refuse_other_rows(dataset, users)
         adaptive = given.target_quantile is not None
         self.model, self.dataset = model, dataset
         self.checkpoint_every, self._fixed_length = given.checkpoint_every, fixed_length
@@ -507,7 +510,7 @@ class PrivacyEngine:
             warnings.warn(
                 f"step {self.steps_taken} was charged a second time: since the interruption something has changed (code, data, "
                 "machine, threads, physical batch size), and it drew a fresh sample and fresh noise. "
-                f"Epsilon is {self.epsilon():.4g} so far",
+                f"Epsilon is {upwards(self.epsilon())} so far",
                 stacklevel=3,
             )
         self._again = again
