@@ -315,6 +315,23 @@ class Shards:
                 parameter.grad = torch.zeros_like(parameter)
 
 
+@contextmanager
+def held_as_it_is(model: nn.Module) -> Iterator[None]:
+    """Inside, forwards of a model that is held whole are plain ones, with gradients too: nothing is gathered, cut or reduced."""
+    from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+    states = [module._get_fsdp_state() for module in sharded_modules(model)]
+    before = [state._training_state for state in states]
+    try:
+        for state in states:
+            # in which hooks of a forward let it pass, because it is a recomputation
+            state._training_state = TrainingState.PRE_BACKWARD
+        yield
+    finally:
+        for state, own in zip(states, before, strict=True):
+            state._training_state = own
+
+
 def refuse_settings(apart: bool) -> None:
     """Refuse to add up sums of ranks that clip otherwise.
 

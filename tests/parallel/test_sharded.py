@@ -368,6 +368,41 @@ def test_with_as_many_tokens_as_examples_shards_are_looked_at_too(tmp_path: Path
     assert "mixes examples" in mixed
 
 
+class MeanBack(torch.autograd.Function):
+    """The identity; a gradient is multiplied by a mean over the batch."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * (1 + 10 * ctx.saved_tensors[0].mean().abs())
+
+
+class Meeting(nn.Linear):
+    """Examples meet in its backward alone."""
+
+    def forward(self, x):
+        return MeanBack.apply(super().forward(x))
+
+
+def meeting(ranks: Ranks) -> str:
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    clipper = attach(fully_shard(nn.Sequential(fully_shard(nn.Linear(6, 6)), fully_shard(Meeting(6, 6)))))
+    with pytest.raises(UserError) as caught:
+        clipper.backward(clipper.model(torch.randn(5 + ranks.rank, 6)).square().sum(1))
+    return str(caught.value)
+
+
+def test_what_goes_back_through_shards_is_looked_at(tmp_path: Path):
+    for told in run_ranks(2, tmp_path, meeting):
+        assert "the gradient of what one example gets out of the model changes" in told
+
+
 def given_back(ranks: Ranks):
     from torch.distributed.fsdp import fully_shard
 

@@ -27,7 +27,7 @@ from dpexp.clipping.independence.arguments import Inputs, changed, copied, leave
 from dpexp.clipping.independence.chance import Chance, WithoutChance
 from dpexp.clipping.independence.comparison import Places
 from dpexp.clipping.independence.state import State
-from dpexp.clipping.sharding import is_shard
+from dpexp.clipping.sharding import held_as_it_is, is_shard
 from dpexp.clipping.tapping.dataflow import tensors_in
 from dpexp.clipping.tapping.roots import NodeKey, Roots, node_key
 
@@ -145,7 +145,7 @@ class Replay:
             cast(Any, self._set_back)()
             inside.enter_context(self._opened())
             if self._sharded:
-                inside.enter_context(torch.no_grad())
+                inside.enter_context(held_as_it_is(self.model))
             if not self.keeps:
                 inside.enter_context(saved_tensors_hooks(_nothing, _nothing))
             for kind in {"cpu", self._device.type}:
