@@ -198,7 +198,8 @@ class Learner:
         Raises:
             UserError: what an example loses depends on the others.
         """
-        note = look_at_task(self.task, self.model, self.run.seed, self.steps)
+        by_user = self.run.unit.name == "user"
+        note = look_at_task(self.task, self.model, self.run.seed, self.steps, by_user)
         self._note(note)
         return note is None
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode
-from torch.utils.data import TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 
 from dpexp import PrivacyEngine
 from dpexp.errors import UserError
@@ -91,6 +91,28 @@ class Unlucky(TinyTask):
 def test_losses_that_go_by_the_batch_are_refused(task: type[TinyTask]) -> None:
     with pytest.raises(UserError, match=rf"{task.__name__}\.losses: .*mixes examples"):
         look_at_task(task(), tiny_model(), 0)
+
+
+class Partners(Dataset[Any]):
+    """Each row beside the one before it."""
+
+    def __init__(self, rows: list[Any]):
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, i: int) -> Any:
+        (x, y), (other, _) = self.rows[i], self.rows[i - 1]
+        return (x + other) / 2, y
+
+
+def test_a_training_set_that_makes_an_example_of_several_rows_is_refused() -> None:
+    task = TinyTask()
+    task.train = Partners(task.train)
+    with pytest.raises(UserError, match="makes one example of several rows"):
+        look_at_task(task, tiny_model(), 0)
+    assert look_at_task(task, tiny_model(), 0, by_user=True) is None
 
 
 @pytest.mark.parametrize("task", [TinyTask, Weighted, Twice])

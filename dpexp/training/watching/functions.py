@@ -22,6 +22,7 @@ from dpexp.clipping.tapping.dataflow import tensors_in
 from dpexp.errors import UserError
 from dpexp.tasks.base import Task
 from dpexp.training.watching.collating import refuse_company, refuse_mixing
+from dpexp.training.watching.reading import refuse_other_rows
 
 # examples that are looked at
 EXAMPLES = 8
@@ -66,7 +67,9 @@ def look_at_losses(
     return None if look.compared else f"{name} was not looked at: {look.failure}"
 
 
-def look_at_task(task: Task, model: nn.Module, seed: int, steps: int = 1) -> str | None:
+def look_at_task(
+    task: Task, model: nn.Module, seed: int, steps: int = 1, by_user: bool = False
+) -> str | None:
     """Look at the batch, the augmentation and the losses of some examples; see `refuse_mixing` and `look_at_losses`.
 
     They are public where the dev set has two; else the first of the training set, of which nothing is told but that they mix.
@@ -77,7 +80,10 @@ def look_at_task(task: Task, model: nn.Module, seed: int, steps: int = 1) -> str
         seed: public, of the augmentation.
         steps: of the training. An augmentation may begin late: it is looked at in the first step, the last one, and now
             and then.
+        by_user: users are protected, and rows of one may meet in an example: which these are is not looked at then.
     """
+    if not by_user:
+        refuse_other_rows(task.train)
     changing = type(task).augmented is not Task.augmented
     name = f"{type(task).__name__}.{'augmented, or its losses' if changing else 'losses'}"
     source = task.dev if len(task.dev) > 1 else task.train

@@ -27,7 +27,7 @@ READS_OTHERS = (
     "__getitem__, a partner, a negative, a neighbour in time). What somebody gave would then be in the gradients of other "
     "examples too, and move more than one clipped gradient. Make each example of its own row alone, and take what stands beside "
     "it from public rows; let one example be all that belongs together, with no row in two of them; or say whose each row is "
-    "(users=)"
+    "(users=, unit=user)"
 )
 
 
