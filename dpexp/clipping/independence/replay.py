@@ -129,8 +129,6 @@ class Replay:
             if "torch._dynamo" in sys.modules:
                 # a few forwards are not worth a compilation each
                 inside.enter_context(torch.compiler.set_stance("force_eager"))
-            # other ranks may not look now
-            inside.enter_context(silent(reducers_in(self.model)))
             state = self._state if earlier is None else earlier.state
             self._set_back = inside.enter_context(state.installed())
             inside.callback(setattr, self, "_set_back", None)
@@ -143,6 +141,8 @@ class Replay:
             inside.enter_context(self.around())
             inside.callback(self._restore, self.written())
             cast(Any, self._set_back)()
+            # other ranks may not look now
+            inside.enter_context(silent(reducers_in(self.model)))
             inside.enter_context(self._opened())
             if self._sharded:
                 inside.enter_context(held_as_it_is(self.model))

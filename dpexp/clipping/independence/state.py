@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from dpexp.clipping.tapping.dataflow import attributes_of
 
@@ -45,6 +46,9 @@ class State:
     def switch(self) -> None:
         """Set the modes that modules had: training, names, flags."""
         for module, saved in self._saved.items():
+            if isinstance(module, DistributedDataParallel):
+                # which is kept from waiting for other ranks
+                continue
             every = saved.fixed | saved.own
             module.__dict__.update({k: v for k, v in every.items() if isinstance(v, bool | str)})
 
