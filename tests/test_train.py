@@ -66,7 +66,7 @@ def test_the_epsilon_asked_for_is_met_and_all_accountants_are_shown(finished):
     assert 7.9 < epsilon["rdp"] <= 8.0
     assert 0 < epsilon["gdp"] < epsilon["prv"] <= epsilon["rdp"]
     for value in epsilon.values():
-        assert f"{value:.4f}" in printed
+        assert upwards(value) in printed
     privacy = summary["privacy"]
     assert 0 < privacy["mu_regret"] < privacy["mu"] < 3
     assert f"{privacy['mu']:.4f}, regret" in printed

@@ -285,6 +285,7 @@ def test_the_recipe_from_settings_to_predictions(tmp_path: Path) -> None:
     with out.open(newline="") as file:
         assert {row["text"]: row["prediction"] for row in csv.DictReader(file)} == on_dev
     (tmp_path / "new.csv").write_text("text\nhello\n")
+    out = tmp_path / "other.csv"
     asked = PredictArguments(run=str(folder), data=str(tmp_path / "new.csv"), device="cpu", out=str(out))
     with pytest.raises(UserError, match=r"line 1: .* begins with none of task\.generation\.speakers"):
         predict(asked, out)
