@@ -69,7 +69,7 @@ def test_the_epsilon_asked_for_is_met_and_all_accountants_are_shown(finished):
         assert upwards(value) in printed
     privacy = summary["privacy"]
     assert 0 < privacy["mu_regret"] < privacy["mu"] < 3
-    assert f"{privacy['mu']:.4f}, regret" in printed
+    assert f"{upwards(privacy['mu'])}, regret" in printed
     assert f"{privacy['tpr_at_fpr_0.001']:.4f} at most" in printed
     (released,) = privacy["events"]
     assert accountants.epsilon(decode(released), privacy["delta"]) == epsilon["rdp"]
