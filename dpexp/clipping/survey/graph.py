@@ -49,8 +49,6 @@ class Survey:
         layout: id of a use of this backward pass -> its layout.
     """
 
-    layout: dict[int, layouts.Layout]
-
     def __init__(self) -> None:
         self.roles: dict[str, str] = {}
         self.layouts: dict[tuple[str, int], str] = {}
@@ -60,7 +58,7 @@ class Survey:
         self._today: set[str] = set()
         self.settled = self.settled_alone = False
         self.backwards = 0
-        self.layout = {}
+        self.layout: dict[int, layouts.Layout] = {}
         # by parameter, those seen; an ordered set
         self.operations: dict[str, dict[str, None]] = {}
         # by place, for which `layouts.surplus` blocks are proven
@@ -279,7 +277,7 @@ class Survey:
             self._refuse_mixed(use, observed)
         if picked:
             # whose its rows are holds for this batch alone, and where they do not tell, so does the loop
-            self.layout[id(use)], self._undecided = observed.owned(use) or layouts.LOOP, True
+            self.layout[id(use)] = observed.owned(use) or layouts.LOOP
             return
         if not found:
             # remembered: another batch size may make the leading dimension look like the batch

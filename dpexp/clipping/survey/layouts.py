@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from dpexp.clipping.gradients import PerExampleGradient
+from dpexp.clipping.loop import finite
 from dpexp.clipping.tapping.uses import Arrival, Use
 
 ROWS, SECOND, BLOCKED, STRIDED, LOOP = "rows", "second", "blocked", "strided", "loop"
@@ -61,11 +62,9 @@ class Owned:
         if not len(tensor):
             return tensor.new_zeros(self.places.numel(), *tensor.shape[1:])
         found = tensor[self.places.flatten()]
-        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
-            # an example without any row is not to lose its gradient by a row of another one
-            instead = found.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
-            return torch.where(self._beside(found), found, instead)
-        return found
+        # an example without any row is not to lose its gradient by a row of another one
+        clean = finite(found)
+        return found if clean is found else torch.where(self._beside(found), found, clean)
 
     def gradients(self, gy: Tensor) -> Tensor:
         """Return the rows ``[B * m, …]`` of gradients ``[R, …]``; zeros where an example lacks one."""
@@ -103,7 +102,7 @@ def candidates(input_shape: torch.Size | None, output_shape: torch.Size, rows: i
     return found
 
 
-def surplus(layout: Layout, shape: torch.Size, rows: int, columns: Iterable[int]) -> int | None:
+def surplus(layout: str, shape: torch.Size, rows: int, columns: Iterable[int]) -> int | None:
     """How many more rows than the closest input has columns each example has at an operation; None where they are no blocks.
 
     It is the same for texts of every length. Where it changes, rows may be a multiple of the batch by chance: a model may leave

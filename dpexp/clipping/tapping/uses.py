@@ -79,7 +79,7 @@ class Value:
         if rest > 1 or not isinstance(of_value, Outer):
             return None
         number = (leaf.storage_offset() - param.storage_offset()) // param.stride(0)
-        g, a = of_value.parts[1], of_value.parts[0]
+        a, g = of_value.parts
         return Grouped(a, g, torch.full(a.shape[:2], number, device=a.device), len(param))
 
     def gradients(self, of_value: Tensor, names: set[str]) -> Iterator[tuple[str, Tensor]]:
