@@ -15,12 +15,13 @@ import csv
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
+from typing import Any
 
 from dpexp.benchmark.workloads import WORKLOADS
 from dpexp.config import conf_dir
 from dpexp.reproduce.benchmarks import Measurement
-from dpexp.reproduce.documents import ARITHMETIC, Document, Section, as_rows, page
+from dpexp.reproduce.documents import ARITHMETIC, Document, Section, as_rows, grouped, page
 from dpexp.reproduce.paper import FOLDER, PAPERS, paper_table, paper_tables
 from dpexp.reproduce.paper import targets as paper_targets
 from dpexp.reproduce.records import Record
@@ -100,14 +101,18 @@ class Evidence:
                 any(line["workload"] in chosen for line in one.content["rows"]) for one in self.measured
             )
         asked = dict(part.split("=") for part in filter(None, row["runs"].split(",")))
-        where = {name: wanted.split("|") for name, wanted in asked.items()} | {"scale": [scale]}
+        where: dict[str, Any] = {name: wanted.split("|") for name, wanted in asked.items()}
         if scale == "paper":
             # the settings of another paper are none of this one's
             where.setdefault("task", _tasks(row["paper"]))
         # what was measured before any training shows no training
         untrained = "optim.steps" in asked
-        counted = (record for record in self.records if untrained or record.facts.get("optim.steps") != 0)
+        counted = (r for r in self._of_scale[scale] if untrained or r.facts.get("optim.steps") != 0)
         return sum(record.matches(where) for record in counted) if asked else 0
+
+    @cached_property
+    def _of_scale(self) -> dict[str, list[Record]]:
+        return {"paper": [], "small": []} | grouped(self.records, lambda record: str(record.facts["scale"]))
 
 
 @cache

@@ -242,7 +242,7 @@ def agrees(fact: Any, wanted: Any) -> bool:
     if wanted == "*":
         return fact is not None
     if isinstance(wanted, list | tuple):
-        return any(agrees(fact, one) for one in wanted)
+        return fact in wanted or any(agrees(fact, one) for one in wanted)
     if isinstance(wanted, Near):
         return isinstance(fact, int | float) and abs(fact - wanted) <= 0.01 * abs(wanted)
     if isinstance(wanted, bool) or wanted is None or isinstance(fact, bool) or fact is None:
