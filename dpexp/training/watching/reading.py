@@ -114,13 +114,13 @@ def _within(dataset: Any, orders: Sequence[Sequence[int]]) -> Iterator[tuple[Any
     parts, begin = getattr(dataset, "datasets", ()), 0
     for part in parts:
         yield part, list(range(begin, begin := begin + len(part)))
-    for inner in vars(dataset).values():
-        if isinstance(inner, Dataset):
-            order = next((order for order in reversed(orders) if max(order) < len(inner)), ())
-            numbers: list[int | None] = [None] * len(inner)
-            for number, place in enumerate(order):
-                numbers[place] = number
-            yield inner, numbers
+    within: list[Any] = [value for value in vars(dataset).values() if isinstance(value, Dataset)]
+    for inner in within:
+        order = next((order for order in reversed(orders) if max(order) < len(inner)), ())
+        numbers: list[int | None] = [None] * len(inner)
+        for number, place in enumerate(order):
+            numbers[place] = number
+        yield inner, numbers
 
 
 def _made(
