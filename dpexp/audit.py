@@ -21,7 +21,7 @@ from dpexp.errors import INTERRUPTED, UserError, did_you_mean
 from dpexp.metrics import exposure
 from dpexp.models import build_tokenizer
 from dpexp.privacy.keys import delete_key, open_keys
-from dpexp.privacy.shown import upwards
+from dpexp.privacy.shown import downwards, upwards
 from dpexp.tasks import build_task
 from dpexp.tasks.users import by_user
 from dpexp.train import dry_start, how_to_resume
@@ -159,7 +159,7 @@ def table_of(summary: dict[str, Any]) -> Table:
             grouped = "group" in row
             table.add_row(
                 f"group {row['group']}: {estimator}" if grouped else estimator,
-                str(row["guesses"]), str(row["correct"]), f"{share:.3f}", f"{row['epsilon_lower']:.4f}",
+                str(row["guesses"]), str(row["correct"]), f"{share:.3f}", downwards(row["epsilon_lower"]),
                 _claim(claims[row["group"]], privacy["accountant"]) if grouped else shown,
             )  # fmt: skip
         return table

@@ -26,6 +26,7 @@ from dpexp.conform.render import versions
 from dpexp.conform.replay import Points, network, run_points, settings
 from dpexp.durable import write_atomic
 from dpexp.privacy.individual import draw_groups
+from dpexp.privacy.shown import downwards, upwards
 from dpexp.training.batching import sampler_for
 from dpexp.training.planning import build_plan
 
@@ -115,7 +116,8 @@ def main(out: str = "results/audit") -> int:
             groups = summary([audited(method, CANARIES, seed) for seed in range(RUNS)])
             runs[method] = {"groups": groups, "cpu_seconds": round(time.process_time() - begun, 1)}
             said = "; ".join(
-                f"{part['epsilon_claimed']:.2f}: {np.mean(part['epsilon_lower']):.2f}" for part in groups
+                f"{upwards(part['epsilon_claimed'], '.2f')}: {downwards(np.mean(part['epsilon_lower']), '.2f')}"
+                for part in groups
             )
             console.print(f"{method}, claimed and at least: {said}", markup=False)
     record = {
@@ -145,13 +147,13 @@ def page(found: dict[str, Any]) -> str:
     ]  # fmt: skip
     for method, run in found["runs"].items():
         for part in run["groups"]:
-            cells = " | ".join(f"{part['mean_of_best'][name]:.2f}" for name in ESTIMATORS)
+            cells = " | ".join(downwards(part["mean_of_best"][name], ".2f") for name in ESTIMATORS)
             claimed, shares = (
                 part["epsilon_claimed"],
                 np.asarray(part["epsilon_lower"]) / part["epsilon_claimed"],
             )
             lines.append(
-                f"| {method} | {claimed:.3f} | {part['canaries']} | {cells} | {shares.mean():.2f} | "
+                f"| {method} | {upwards(claimed, '.3f')} | {part['canaries']} | {cells} | {shares.mean():.2f} | "
                 f"{shares.min():.2f} to {shares.max():.2f} | {part['refuted']} of {found['repeats']} |"
             )
     return "\n".join([*lines, ""])

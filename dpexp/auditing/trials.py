@@ -25,6 +25,7 @@ from dpexp.conform.render import versions
 from dpexp.conform.replay import Points, network, run_points, settings
 from dpexp.durable import write_atomic
 from dpexp.privacy.gaussian import gaussian_epsilon
+from dpexp.privacy.shown import downwards, upwards
 
 DELTA, STEPS, CONFIDENCE = 1e-5, 4, 0.95
 GUESSES = [1.0, 0.3, 0.1]
@@ -118,10 +119,10 @@ def page(found: dict[str, Any]) -> str:
             name: max(r["epsilon_lower"] for r in row["rows"] if r["estimator"] == name)
             for name in ("Steinke", "f-DP", "two worlds", "Gaussian pair")
         }
-        cells = " | ".join(f"{value:.2f}" for value in best.values())
-        share = _best(row["rows"]) / row["claimed"]
+        cells = " | ".join(downwards(value, ".2f") for value in best.values())
+        share = downwards(_best(row["rows"]) / row["claimed"], ".2f")
         lines.append(
-            f"| {row['claimed']:.3f} | {row['canaries']} | {row['cpu_seconds']:.0f} | {cells} | {share:.2f} |"
+            f"| {upwards(row['claimed'], '.3f')} | {row['canaries']} | {row['cpu_seconds']:.0f} | {cells} | {share} |"
         )
     lines += [
         "",

@@ -46,6 +46,7 @@ from dpexp.integrations.refusals import (
     refuse_overrides,
     refuse_private_rows,
 )
+from dpexp.privacy.shown import upwards
 from dpexp.tasks.target_loss import IGNORED
 from dpexp.training.own_loop.engine import PrivacyEngine
 from dpexp.training.own_loop.units import units_of
@@ -258,7 +259,8 @@ class Trainer(transformers.Trainer):
         if self.show_losses:
             logs |= {f"not_private/{name}": value for name, value in private.items() if name != "total_flos"}
         if private and self.engine is not None:
-            logs["epsilon"] = self.engine.epsilon()
+            # as few digits as Hugging Face prints, which it would round to the nearest
+            logs["epsilon"] = float(upwards(self.engine.epsilon(), ".4g"))
         super().log(logs, *others)
 
     def get_train_dataloader(self) -> DataLoader:

@@ -41,13 +41,15 @@ def fingerprint(key: bytes, facts: Mapping[str, Any], sums: Iterable[Tensor]) ->
     their difference in the clear. The facts (configuration, data, code, runtime, noise scale) say that the sums should
     be equal; the checksum of the sums themselves says that they are, also where a runtime is not deterministic although
     nothing about it changed. It is taken before the noise, so it is keyed: without the run's secret key nobody can test
-    a guess about the data against the ledger.
+    a guess about the data against the ledger. And it is keyed for these facts alone, which name the step:
+    else who reads the ledger would see which steps have equal sums, such as those that nobody with a gradient was drawn for.
 
     Returns:
         `fingerprint_of_facts`, a dash, and 32 hex digits of the sums.
     """
-    keyed = hmac.new(key, b"sums" + checksum(sums, key), hashlib.sha256).hexdigest()[:32]
-    return f"{fingerprint_of_facts(key, facts)}-{keyed}"
+    of_facts = fingerprint_of_facts(key, facts)
+    keyed = hmac.new(key, b"sums" + of_facts.encode() + checksum(sums, key), hashlib.sha256).hexdigest()[:32]
+    return f"{of_facts}-{keyed}"
 
 
 def checksum(tensors: Iterable[Tensor], key: bytes = b"") -> bytes:

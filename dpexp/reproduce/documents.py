@@ -11,6 +11,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from dpexp.privacy.shown import upwards
 from dpexp.reproduce.paper import listed, paper_of
 from dpexp.reproduce.statistics import CANNOT_TELL, CONTRADICTS, SUPPORTS
 
@@ -217,6 +218,11 @@ def counted(count: int, what: str) -> str:
 def number(value: float | None, form: str = ".2f") -> str:
     """As text; "" where there is none."""
     return "" if value is None else format(value, form)
+
+
+def bound(value: float | None, form: str = ".2f") -> str:
+    """An ε as text, rounded upwards; "" where there is none."""
+    return "" if value is None else upwards(value, form)
 
 
 def _table(columns: Sequence[str], rows: Rows) -> str:

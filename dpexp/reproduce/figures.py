@@ -11,6 +11,7 @@ from matplotlib.ticker import MaxNLocator
 from dpexp.privacy.accountants import epsilon
 from dpexp.privacy.events import composed, step_event
 from dpexp.privacy.schedules import CONSTANT, Schedule, factor_counts
+from dpexp.privacy.shown import upwards
 from dpexp.reproduce import accounting, complexity_tables, exact
 from dpexp.reproduce.documents import Document, Rows, Section, Verdict, as_rows, grouped, page
 from dpexp.reproduce.drawing import draw
@@ -100,7 +101,7 @@ def figure_monir_10() -> Document:
         sigma = fixed if schedule == CONSTANT else initial
         counts = factor_counts(schedule, epoch * per_epoch, epochs * per_epoch, rate)
         event = composed((step_event(rate, [sigma * scale]), count) for scale, count in counts)
-        spent = f"{epsilon(event, 1e-5, 'rdp'):.4g}"
+        spent = upwards(epsilon(event, 1e-5, "rdp"), ".4g")
         lines.append({"schedule": schedule.name, "σ_0": f"{sigma:g}", "epoch": epoch, "ε": spent})
     rows = as_rows(lines)
     curves = {name: _numbers(own, "ε") for name, own in _by(rows, "{schedule}").items()}
@@ -114,7 +115,7 @@ def individual_budgets(kind: str, number: str) -> Document:
     every = exact.MNIST_STEPS // 12
     steps = range(every, exact.MNIST_STEPS + 1, every)
     rows = as_rows(
-        {"group": group + 1, "step": step, "ε": f"{exact.individual_epsilon(kind, group, step):.4g}"}
+        {"group": group + 1, "step": step, "ε": upwards(exact.individual_epsilon(kind, group, step), ".4g")}
         for group, step in product(range(3), steps)
     )
     last = [float(row["ε"]) for row in rows if row["step"] == str(exact.MNIST_STEPS)]

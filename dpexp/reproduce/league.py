@@ -14,7 +14,7 @@ from operator import itemgetter
 
 from dpexp.privacy import accountants
 from dpexp.privacy.events import composed, decode
-from dpexp.reproduce.documents import Document, Rows, Section, Verdict, as_rows, grouped, number, page
+from dpexp.reproduce.documents import Document, Rows, Section, Verdict, as_rows, bound, grouped, number, page
 from dpexp.reproduce.fillings import Filling
 from dpexp.reproduce.pairs import Choice, Finding, Pair, at_the_edge, compared
 from dpexp.reproduce.paper import listed
@@ -227,7 +227,7 @@ def _row(
         "p": number(result.p_two_sided if result else None, ".3f"), "p (Holm)": number(p, ".3f"),
         f"beside {reference}": "not told apart" if result and (p is None or p >= LEVEL) else word,
         "lr": f"{standing.rate:g}", "lr tried": ", ".join(f"{rate:g}" for rate in standing.tried), "n": len(filling.values),
-        "dev error": number(filling.dev_error), "ε with tuning": number(priced), "seconds": f"{filling.seconds:.0f}",
+        "dev error": number(filling.dev_error), "ε with tuning": bound(priced), "seconds": f"{filling.seconds:.0f}",
         "settings": entry.settings,
     }  # fmt: skip
 

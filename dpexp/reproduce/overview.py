@@ -8,6 +8,7 @@ from dataclasses import replace
 from operator import attrgetter, itemgetter
 from typing import Any
 
+from dpexp.privacy.shown import upwards
 from dpexp.reproduce import tables
 from dpexp.reproduce.cells import TRAINING
 from dpexp.reproduce.documents import (
@@ -18,6 +19,7 @@ from dpexp.reproduce.documents import (
     Section,
     Verdict,
     as_rows,
+    bound,
     grouped,
     number,
     page,
@@ -113,7 +115,7 @@ def leaders(records: Sequence[Record]) -> Rows:
 
 
 def _spent(record: Record) -> str:
-    return "∞" if record.spent is None else f"{record.spent:.3g}"
+    return "∞" if record.spent is None else upwards(record.spent, ".3g")
 
 
 def _title(record: Record) -> str:
@@ -232,7 +234,7 @@ def _of_run(record: Record) -> dict[str, object]:
         "task": summary["task"], "scale": summary["scale"], "model": summary["model"],
         "trainable": config["model"]["trainable"], "clip": summary["clip"],
         "target ε": number(config["privacy"]["epsilon"], ".4g"),
-        "ε rdp": number(epsilon["rdp"], ".3f"), "ε pld": number(epsilon["pld"], ".3f"), "δ": number(privacy["delta"], ".3g"),
+        "ε rdp": bound(epsilon["rdp"], ".3f"), "ε pld": bound(epsilon["pld"], ".3f"), "δ": number(privacy["delta"], ".3g"),
         "σ": number(privacy["noise_multiplier"], ".4f"), "B": number(config["optim"]["batch_size"], "g"),
         "steps": privacy["steps"] or None, "lr": number(config["optim"]["lr"], "g"),
         "accuracy": number(None if accuracy is None else 100 * accuracy), "other metrics": ", ".join(others),

@@ -155,7 +155,7 @@ def privacy_card(summary: dict[str, Any]) -> str:
             else f"No guarantee: the ε of {upwards(spent)} by the {accountant} accountant rests on what did not hold: see "
             "Conditions."
             if privacy["sampling"] == "shuffle" or privacy["accountant"] == "gdp"
-            else f"Trained with ({upwards(spent)}, {privacy['delta']:.6g})-differential privacy, by the {accountant} "
+            else f"Trained with ({upwards(spent)}, {upwards(privacy['delta'], '.6g')})-differential privacy, by the {accountant} "
             "accountant, if what is listed under Conditions holds."
         )
         lines += [
@@ -167,7 +167,7 @@ def privacy_card(summary: dict[str, Any]) -> str:
             "|---|---|",
             *(f"| ε by {_called(name)} | {upwards(value)} |" for name, value in privacy["epsilon"].items()),
             *_currency(privacy),
-            f"| δ | {privacy['delta']:.6g} |",
+            f"| δ | {upwards(privacy['delta'], '.6g')} |",
             f"| neighbouring data sets | {privacy['neighbouring']} |",
             f"| sampling | {privacy['sampling']}, rate {privacy['sample_rate']:.6g}, {privacy['steps']} steps |",
             f"| noise multiplier | {_number(privacy['noise_multiplier'])} |",

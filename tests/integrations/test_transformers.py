@@ -177,9 +177,9 @@ def test_losses_are_withheld_or_marked_and_epsilon_is_logged(tmp_path, show):
     )
     trainer.train()
     history = json.loads((tmp_path / "checkpoint-4/trainer_state.json").read_text())["log_history"]
-    assert [round(line["epsilon"], 6) for line in history] == [
-        round(trainer.engine.plan.epsilon(n), 6) for n in (2, 4)
-    ]
+    for line, spent in zip(history, (trainer.engine.plan.epsilon(n) for n in (2, 4)), strict=True):
+        # upwards, to as many digits as Hugging Face prints
+        assert spent <= float(f"{line['epsilon']:.4g}") == line["epsilon"] < spent * 1.001
     assert not {"loss", "grad_norm"} & {name for line in history for name in line}
     assert all((0.5 < line.get("not_private/loss", 0) < 3) == show for line in history)
 

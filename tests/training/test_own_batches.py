@@ -974,14 +974,14 @@ class OneByOne(torch.utils.data.Dataset):
     """Makes an example by what `make` does with the data set and the example's number."""
 
     def __init__(self, make, count=40):
-        self.make, self.x, self.own = make, torch.randn(count, 3), np.random.default_rng(0)
+        self.make, self.size, self.x, self.own = make, count, torch.randn(count, 3), np.random.default_rng(0)
         self.pictures = [Image.fromarray(np.full((4, 4), i, np.uint8)) for i in range(count)]
         self.frame = pd.DataFrame({"text": [f"text {i}" for i in range(count)], "label": range(count)})
         self.order, self.offsets = list(reversed(range(count))), torch.arange(count)
         self.base, self.kept, self.columns = TensorDataset(self.x), {}, {"x": self.x.numpy()}
 
     def __len__(self):
-        return len(self.x)
+        return self.size
 
     def __getitem__(self, i):
         return self.make(self, i)
@@ -1009,6 +1009,14 @@ def corrupt(rows, i):
         ("frame", lambda rows, i: {"text": rows.frame.iloc[i, 0], "pair": rows.frame.iloc[np.random.randint(40)]["text"]}),
         ("base", lambda rows, i: torch.cat([*rows.base[i], *rows.base[39 - i]])),
         (r"columns\['x'\]", lambda rows, i: rows.columns["x"][i] - rows.columns["x"][0]),
+        # by slices, lists of numbers, labels and columns
+        ("x", lambda rows, i: rows.x[i : i + 3].mean(0)),
+        ("x", lambda rows, i: rows.x[[i, i - 1]].mean(0)),
+        ("x", lambda rows, i: rows.x[torch.randint(40, (2,))].mean(0) + rows.x[i]),
+        ("pictures", lambda rows, i: Image.blend(*rows.pictures[min(i, 38) : i + 2][:2], 0.3)),
+        ("frame", lambda rows, i: rows.frame["text"][i] + rows.frame.loc[39 - i, "text"]),
+        # the rows are in another order
+        ("x", lambda rows, i: rows.x[rows.order[i]] + rows.x[rows.order[i - 1]]),
     ],
 )  # fmt: skip
 def test_a_data_set_that_mixes_rows_one_by_one_is_refused(tmp_path, name, make):
@@ -1028,6 +1036,11 @@ def test_a_data_set_that_mixes_rows_one_by_one_is_refused(tmp_path, name, make):
         lambda rows, i: torch.stack([rows.x[place] for place in range(40)]).sum(0),
         lambda rows, i: torch.zeros_like(rows.x[0]) + rows.x[i],
         lambda rows, i: rows.offsets[i].item() + rows.offsets[min(i + 1, 39)].item(),
+        lambda rows, i: (
+            rows.x[rows.order[i] : rows.order[i] + 1],
+            rows.columns["x"][[i]],
+            rows.frame[["text"]].iloc[i, 0],
+        ),
         lambda rows, i: rows.base[i] if rows.own.random() < 2 else None,
         lambda rows, i: rows.unknown,
         read_ahead,
@@ -1042,6 +1055,26 @@ def test_a_data_set_may_look_up_what_it_likes_for_an_example_of_one_row(make):
     assert not rows.kept
     # one that is too small to tell
     refuse_other_rows(OneByOne(make, 3))
+
+
+def test_windows_of_a_longer_series_are_seen_and_rows_that_one_example_has_are_not_refused():
+    windows, halves = (
+        OneByOne(make) for make in (lambda rows, i: rows.x[i : i + 5], lambda rows, i: rows.x[[i, i + 20]])
+    )
+    windows.size = halves.size = 20
+    refuse_other_rows(halves)
+    with pytest.raises(UserError, match="another row of its x changes it"):
+        refuse_other_rows(windows)
+
+
+def test_users_of_the_rows_of_a_data_set_within_another_are_known_there():
+    pairs, order = OneByOne(lambda rows, i: rows.x[i] + rows.x[i ^ 1]), torch.randperm(40).tolist()
+    part, users = torch.utils.data.Subset(pairs, order[:30]), [i // 2 for i in range(40)]
+    refuse_other_rows(part, [users[i] for i in order[:30]])
+    refuse_other_rows(pairs + pairs, [*users, *users])
+    for dataset, of in ((part, [i - i % 3 for i in order[:30]]), (pairs + pairs, [*users, *range(40, 80)])):
+        with pytest.raises(UserError, match="another row of its x changes it"):
+            refuse_other_rows(dataset, of)
 
 
 def test_an_engine_refuses_a_data_set_that_mixes_unless_users_own_the_rows(tmp_path):

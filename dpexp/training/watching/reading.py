@@ -34,14 +34,14 @@ READS_OTHERS = (
 def refuse_other_rows(dataset: Any, users: Sequence[Hashable] | None = None) -> None:
     """Make a few examples, and make them again with others in the place of the rows that are not theirs.
 
-    Looked at is what has as many items as the data set, and is an attribute of it or a part of one: lists, tensors, arrays,
-    frames, data sets. A table that is not read at the place of each example holds no rows, nor do whole numbers (classes,
-    offsets, an order).
+    Looked at is what has at least as many items as the data set, and is an attribute of it or a part of one: lists, tensors,
+    arrays, frames, data sets. The row of an example is the one at its own number, or at the number that an order (an attribute
+    of whole numbers, all different) has for it. What is not read there for each example holds no rows (a table of words),
+    nor do whole numbers. Of files that are named by number nothing is seen.
 
     Args:
         dataset: has a length, and examples at 0 … length - 1.
-        users: who gave each example: rows of one user may be in an example. Data sets within are not looked at then, because
-            their numbers are others.
+        users: who gave each example: rows of one user may be in an example.
 
     Raises:
         UserError: what stands in another row changes an example.
@@ -56,30 +56,71 @@ def refuse_other_rows(dataset: Any, users: Sequence[Hashable] | None = None) -> 
         raise UserError(READS_OTHERS.format(name=name))
 
 
-def _mixed(dataset: Any, users: Sequence[Hashable] | None = None) -> str | None:
-    """The attribute of which an example takes several rows, and is changed by one of others."""
+def _mixed(dataset: Any, users: Sequence[Hashable | None] | None = None) -> str | None:
+    """The attribute of which an example takes several rows, and is changed by one of others.
+
+    ``users`` has None for what is an example of this data set, and not of the one that it is a part of."""
     # a copy of what closes its files when it goes would close them
     known = type(dataset) is TensorDataset or hasattr(dataset, "with_format") or hasattr(dataset, "__del__")
     if known or not hasattr(dataset, "__dict__"):
         return None
-    for inner in [*vars(dataset).values(), *getattr(dataset, "datasets", ())]:
-        if users is None and isinstance(inner, Dataset) and (name := _mixed(inner)) is not None:
+    size = len(dataset)
+    orders = [range(size), *filter(None, (_order(value, size) for value in vars(dataset).values()))]
+    for inner, numbers in _within(dataset, orders):
+        owners = None if users is None else [None if n is None else users[n] for n in numbers]
+        if (name := _mixed(inner, owners)) is not None:
             return name
-    items = sorted({i * (len(dataset) - 1) // (EXAMPLES - 1) for i in range(EXAMPLES)})
+    taken = [number for number in range(size) if users is None or users[number] is not None]
+    if len(taken) < EXAMPLES:
+        return None
+    items = [taken[i * (len(taken) - 1) // (EXAMPLES - 1)] for i in range(EXAMPLES)]
     made = {(item, seed): _made(dataset, item, seed) for item in items for seed in range(TIMES)}
-    for name in made[items[0], 0][1] if len(items) == EXAMPLES else ():
+    for name in made[items[0], 0][1]:
         read = {key: places[name] for key, (_, places) in made.items() if places[name]}
-        if any(item not in places for (item, _), places in read.items()):
-            continue
+        order = next(
+            (order for order in orders if all(order[i] in places for (i, _), places in read.items())), ()
+        )
+        owner = {place: number for number, place in enumerate(order)}
         for (item, seed), places in read.items():
-            others = {place for place in places if users is None or users[place] != users[item]} - {item}
-            for other in set(items) - places if others else ():
-                instead = dict.fromkeys(others, other)
-                now, there = _made(dataset, item, seed), _made(dataset, item, seed, name, instead)
+            others = {
+                place
+                for place in places & owner.keys()
+                if owner[place] != item and (users is None or users[owner[place]] not in (None, users[item]))
+            }
+            # a longer table may end in rows that are nobody's own
+            if not others or not any(
+                place in _made(dataset, owner[place], seed)[1][name] for place in list(others)[:TIMES]
+            ):
+                continue
+            for other in {order[item] for item in items} - places:
+                now, there = (_made(dataset, item, seed, name, dict.fromkeys(o, other)) for o in ((), others))
                 # not of what is another one whenever it is asked for
-                if made[item, seed] == now and now[0] != there[0]:
+                if made[item, seed][0] == now[0] != there[0]:
                     return name
     return None
+
+
+def _order(value: Any, size: int) -> list[int] | None:
+    """Whole numbers, a different one for each example: of rows that somebody has shuffled, or chosen."""
+    if isinstance(value, Tensor | np.ndarray) and value.ndim == 1 and len(value) == size:
+        value = value.tolist()
+    if not isinstance(value, list | tuple | range) or len(value) != size or set(map(type, value)) != {int}:
+        return None
+    return list(value) if len(set(value)) == size and min(value) >= 0 else None
+
+
+def _within(dataset: Any, orders: Sequence[Sequence[int]]) -> Iterator[tuple[Any, list[int | None]]]:
+    """Data sets that this one is made of, and for each of their examples the number that it has here; None where it has none."""
+    parts, begin = getattr(dataset, "datasets", ()), 0
+    for part in parts:
+        yield part, list(range(begin, begin := begin + len(part)))
+    within: list[Any] = [value for value in vars(dataset).values() if isinstance(value, Dataset)]
+    for inner in within:
+        order = next((order for order in reversed(orders) if max(order) < len(inner)), ())
+        numbers: list[int | None] = [None] * len(inner)
+        for number, place in enumerate(order):
+            numbers[place] = number
+        yield inner, numbers
 
 
 def _made(
@@ -94,7 +135,7 @@ def _made(
     def watched(value: Any, path: str) -> Any:
         if not _holds_rows(value, size):
             return value
-        rows[path] = _Rows(value, size, set(), (instead or {}) if path == name else {})
+        rows[path] = _Rows(value, len(value), set(), (instead or {}) if path == name else {})
         return rows[path]
 
     for attribute, value in list(vars(dataset).items()):
@@ -126,7 +167,7 @@ def _holds_rows(value: Any, size: int) -> bool:
         and hasattr(value, "__len__")
         and not isinstance(value, str | bytes | dict)
     )
-    if not sized or len(value) != size:
+    if not sized or len(value) < size:
         return False
     first: Any = value[0] if isinstance(value, list | tuple | Tensor | np.ndarray) else None
     whole = getattr(first, "ndim", None) == 0 and "float" not in str(first.dtype)
@@ -141,20 +182,37 @@ class _Rows:
 
     def __getitem__(self, index: Any) -> Any:
         first, *rest = index if isinstance(index, tuple) else (index,)
-        # a name, or several at once
-        if isinstance(first, str | slice) or np.ndim(first):
+        several = isinstance(first, slice) or np.ndim(first) > 0
+        if isinstance(first, str) or (several and not isinstance(first, slice) and isinstance(first[0], str)):
+            # a column, or some
+            return self._of(self.rows[index])
+        if not several:
+            place = range(self.size)[first]
+            self.read.add(place)
+            place = self.instead.get(place, place)
+            return self.rows[(place, *rest) if rest else place]
+        places = np.arange(self.size)[first if isinstance(first, slice) else np.asarray(first)].tolist()
+        self.read.update(places)
+        if not self.instead:
             return self.rows[index]
-        place = range(self.size)[first]
-        self.read.add(place)
-        place = self.instead.get(place, place)
-        return self.rows[(place, *rest) if rest else place]
+        places = [self.instead.get(place, place) for place in places]
+        if isinstance(self.rows, list | tuple):
+            return type(self.rows)(self.rows[place] for place in places)
+        return self.rows[(places, *rest) if rest else places]
+
+    def _of(self, rows: Any) -> _Rows:
+        return _Rows(rows, self.size, self.read, self.instead)
 
     def __len__(self) -> int:
         return self.size
 
     @property
     def iloc(self) -> _Rows:
-        return _Rows(self.rows.iloc, self.size, self.read, self.instead)
+        return self._of(self.rows.iloc)
+
+    @property
+    def loc(self) -> _Rows:
+        return self._of(self.rows.loc)
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.rows)
