@@ -103,6 +103,16 @@ def test_the_door_of_the_configuration_opens_what_is_asked_for() -> None:
     assert done.stdout.splitlines() == ["1", names, "True False"]
 
 
+def test_no_command_waits_for_the_compiler() -> None:
+    """It takes as long to import as torch, and is there with the first model that is clipped."""
+    code = (
+        "import sys, dpexp.train, torch; print('torch._dynamo' in sys.modules); from dpexp.clipping import attach; "
+        "attach(torch.nn.Linear(1, 1)); print('torch._dynamo' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "True"]
+
+
 @pytest.mark.parametrize("shell", SHELLS)
 def test_completion_prints_what_a_shell_evaluates(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["completion", shell]) == 0

@@ -17,6 +17,7 @@ from dpexp.clipping.backend import Backend, TapBackend
 from dpexp.clipping.backward import Factors
 from dpexp.clipping.base import AnyClipper
 from dpexp.clipping.choice import known_mode
+from dpexp.clipping.compiling import cut
 from dpexp.clipping.deferred import Measured
 from dpexp.clipping.distributed import Sums
 from dpexp.clipping.engines import engine_named
@@ -31,7 +32,7 @@ from dpexp.clipping.opacus_engine import ATTACHED, OpacusBackend
 from dpexp.clipping.reports import Report, coverage_table
 from dpexp.clipping.rules import RULES, known_rule
 from dpexp.clipping.sharding import Shards
-from dpexp.clipping.tapping.dataflow import CUT, entered
+from dpexp.clipping.tapping.dataflow import entered
 from dpexp.clipping.tapping.roots import Roots
 from dpexp.clipping.tapping.sites import SITE
 from dpexp.clipping.tapping.uses import ForwardPass
@@ -124,7 +125,7 @@ class Clipper(AnyClipper):
         check_losses(losses)
         return self.backward_from(Roots.of_losses(losses, loss_scale), clip_scale, loss_scale=loss_scale)
 
-    @torch.compiler.disable(reason=CUT)
+    @cut
     def backward_from(
         self, roots: Roots, clip_scale: Tensor | None = None, *, loss_scale: float = 1.0
     ) -> Report:
@@ -177,7 +178,7 @@ class Clipper(AnyClipper):
         curious = self._independence.due or self._backend.curious(roots)
         return self._shards.backward(self._shards.together(curious, roots.num_examples, self.setting))
 
-    @torch.compiler.disable(reason=CUT)
+    @cut
     def measure(
         self,
         roots: Roots,
@@ -321,7 +322,7 @@ class Clipper(AnyClipper):
             "PrivacyEngine, or clipper.detach(), first"
         )
 
-    @torch.compiler.disable(reason=CUT)
+    @cut
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         given = entered((args, kwargs))
         looking = self._independence.looking
@@ -337,7 +338,7 @@ class Clipper(AnyClipper):
                 self._independence.pass_by(args, kwargs, given.rows)
         self._backend.enter(given, looking)
 
-    @torch.compiler.disable(reason=CUT)
+    @cut
     def _leave(self, module: nn.Module, args: tuple, output: Any) -> None:
         super()._leave(module, args, output)
         self._backend.leave(output, self._independence.looking)

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dpexp.clipping.compiling import cut, tell_compiler
 from dpexp.clipping.given import check_same_parameters, check_thresholds, initial_thresholds
 from dpexp.clipping.groups import Group, GroupsSpec, build_groups, trainable_parameters
 from dpexp.clipping.independence import Independence
 from dpexp.clipping.refusals import refuse_couplings, refuse_devices, refuse_hooks
 from dpexp.clipping.reports import Report
 from dpexp.clipping.sharding import Shards
-from dpexp.clipping.tapping.dataflow import CUT
 from dpexp.errors import UserError
 
 Rows = dict[str, Tensor]
@@ -55,6 +55,7 @@ class AnyClipper(ABC):
         fixed_length: bool = False,
     ):
         refuse_couplings(model)
+        tell_compiler()
         self.model, self.rule = model, rule
         self.params = trainable_parameters(model)
         refuse_devices(self.params)
@@ -157,7 +158,7 @@ class AnyClipper(ABC):
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         """The model's forward begins."""
 
-    @torch.compiler.disable(reason=CUT)
+    @cut
     def _leave(self, module: nn.Module, args: tuple, output: Any) -> None:
         """The model's forward has ended."""
         # one without gradients was not begun, and may run within one that was, or beside it in another thread

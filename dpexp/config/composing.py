@@ -16,6 +16,7 @@ from typing import Any
 
 import hydra
 import yaml
+from hydra._internal import defaults_list
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
@@ -127,3 +128,16 @@ def yaml_loader() -> Any:
 
 
 _utils.get_yaml_loader = yaml_loader
+
+_all_choices = defaults_list._create_interpolation_map
+
+
+def _choices_that_are_asked_for(overrides: Any, defaults: list[Any], self_added: bool) -> DictConfig:
+    """Tell the defaults list of a file what was chosen so far, if one of its lines names a choice (``${task}``): few do."""
+    asked = any(default.is_interpolation() for default in defaults)
+    return _all_choices(overrides, defaults, self_added) if asked else OmegaConf.create()
+
+
+defaults_list._create_interpolation_map = _choices_that_are_asked_for  # type: ignore[assignment]
+# Hydra copies it with all schemas for each composition, and copies what it takes out of it again.
+ConfigStore.__deepcopy__ = lambda self, memo: self  # type: ignore[attr-defined]

@@ -9,6 +9,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -179,9 +180,14 @@ def _own_settings(config_name: str) -> Iterator[str]:
 
 def groups_of(config_name: str) -> dict[str, str | None]:
     """Find the groups that a command may choose of, each with its default ("???" where one must be chosen)."""
-    defaults = cast(
-        "list[Any]", OmegaConf.to_container(OmegaConf.load(conf_dir() / f"{config_name}.yaml").defaults)
-    )
+    file = conf_dir() / f"{config_name}.yaml"
+    # each composition asks; somebody may edit the file between two of them
+    return dict(_groups_in(file, file.stat().st_mtime_ns))
+
+
+@lru_cache(maxsize=64)
+def _groups_in(file: Path, written: int) -> dict[str, str | None]:
+    defaults = cast("list[Any]", OmegaConf.to_container(OmegaConf.load(file).defaults))
     groups = {
         group.removeprefix("optional "): choice
         for entry in defaults

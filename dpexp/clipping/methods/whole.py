@@ -24,12 +24,12 @@ from dpexp.clipping.attach import Clipper
 from dpexp.clipping.backend import TapBackend
 from dpexp.clipping.backward import Step, examined
 from dpexp.clipping.base import SCALES, Rows
+from dpexp.clipping.compiling import cut
 from dpexp.clipping.distributed import Sums
 from dpexp.clipping.gradients import merge, numerics
 from dpexp.clipping.groups import Group
 from dpexp.clipping.loop import loop_over_examples
 from dpexp.clipping.rules import RULES
-from dpexp.clipping.tapping.dataflow import CUT
 from dpexp.clipping.tapping.roots import Roots
 from dpexp.errors import UserError
 
@@ -109,7 +109,7 @@ class VectorClipper(Clipper):
     def _summed(self) -> dict[str, nn.Parameter]:
         return self.params | self.method.extra()
 
-    @torch.compiler.disable(reason=CUT)
+    @cut
     def rows(self, losses: Tensor) -> Rows:
         """Return the per-example gradients behind losses."""
         roots = Roots.of_losses(losses)

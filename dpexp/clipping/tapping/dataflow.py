@@ -8,7 +8,7 @@ other (refused).
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from types import FrameType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple, TypeVar
@@ -20,15 +20,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
+from dpexp.clipping.compiling import cut
 from dpexp.clipping.refusals import STRIDED, refuse_lookup
 from dpexp.errors import UserError
 
 T = TypeVar("T")
-CUT = (
-    "a clipper is attached, which records in Python: leave fullgraph=True out, and the graph is cut where parameters are used. "
-    "torch.cond, while_loop, scan and flex_attention cannot be cut: give them no parameter of the model, or write an if or a "
-    "loop of Python, or scaled_dot_product_attention"
-)
 # Operators that write to their first argument.
 WRITING = {
     "__iadd__", "__isub__", "__imul__", "__itruediv__", "__idiv__", "__ifloordiv__", "__ipow__", "__imod__",
@@ -102,16 +98,6 @@ Sizes = frozenset[int]
 FIRST, NONE = Sizes({0}), Sizes()
 
 
-def uncompiled(function: Callable[..., T]) -> Callable[..., T]:
-    """Have a compiler cut its graph at a function, without a price where nothing is compiled."""
-    cut = torch.compiler.disable(function, reason=CUT)
-
-    def either(*args: Any, **kwargs: Any) -> T:
-        return (cut if torch.compiler.is_dynamo_compiling() else function)(*args, **kwargs)
-
-    return either
-
-
 class DataFlow(TorchFunctionMetadataMode):
     """While active, every torch function with an input among the followed tensors adds its outputs to them.
 
@@ -156,7 +142,7 @@ class DataFlow(TorchFunctionMetadataMode):
         """The sizes of the dimensions along which rows of any of the tensors may have been picked."""
         return NONE.union(*(self._followed.get(tensor, NONE) for tensor in tensors))
 
-    @torch.compiler.disable(reason=CUT)
+    @cut
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         refuse_lookup(func, args, kwargs)

@@ -20,9 +20,10 @@ from torch import Tensor, nn
 from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 
+from dpexp.clipping.compiling import uncompiled
 from dpexp.clipping.refusals import STRIDED
 from dpexp.clipping.tapping import copies, meeting
-from dpexp.clipping.tapping.dataflow import KINDS, in_place, uncompiled
+from dpexp.clipping.tapping.dataflow import KINDS, in_place
 from dpexp.clipping.tapping.meeting import DERIVE, NATIVE, SHARED, USE
 from dpexp.clipping.tapping.taps import Recorder
 from dpexp.clipping.tapping.values import Call, operation_key

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpexp.clipping.tapping.dataflow import inside_reentrant_checkpoint, uncompiled
+from dpexp.clipping.compiling import uncompiled
+from dpexp.clipping.tapping.dataflow import inside_reentrant_checkpoint
 from dpexp.clipping.tapping.following import Followed
 from dpexp.clipping.tapping.rewritten import REWRITTEN
 from dpexp.clipping.tapping.taps import REENTRANT, Recorder
