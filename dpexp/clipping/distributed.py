@@ -72,8 +72,8 @@ def reducer_around(model: nn.Module) -> DistributedDataParallel | None:
     around = [wrapper for wrapper in wrappers if any(module is model for module in wrapper.modules())]
     if len(around) > 1:
         raise UserError(
-            "the batch of this rank is empty, and several DistributedDataParallel are around the model, none of which it has gone "
-            "through: attach to the one that adds up its gradients"
+            "the batch of this rank is empty, and several DistributedDataParallel are around the model, of which none was called "
+            "yet: attach to the one that adds up its gradients"
         )
     return around[0] if around else None
 
