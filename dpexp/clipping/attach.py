@@ -102,8 +102,8 @@ class Clipper(AnyClipper):
         self.reduces = True
         # whether p.grad holds this rank's part of a sum, of passes under no_sync()
         self._apart = False
-        # whether a forward with gradients waits for its backward
-        self._entered = False
+        # whether a forward with gradients waits for its backward; and whether there was a forward at all
+        self._entered = self._shown = False
 
     def backward(
         self, losses: Tensor, clip_scale: Tensor | None = None, *, loss_scale: float = 1.0
@@ -145,6 +145,9 @@ class Clipper(AnyClipper):
                     norms, sums, arrived = self._clipped(roots, thresholds, scale, loss_scale)
             else:
                 self._backend.forget()
+                if self._reducing is None and self.reduces and not self._shown:
+                    self._reducer = distributed.reducer_around(self.model)
+                    distributed.check_reducer(self._reducer, self.params)
                 if self._reducing is not None and not self._entered:
                     distributed.pass_by(self._reducing)
             self._entered = False
@@ -327,7 +330,7 @@ class Clipper(AnyClipper):
         given = entered((args, kwargs))
         looking = self._independence.looking
         if not looking:
-            self._reducer = distributed.reducer_of(self.model)
+            self._reducer, self._shown = distributed.reducer_of(self.model), True
             if torch.is_grad_enabled():
                 if given.tensors and not given.tensors[0].numel():
                     self._try_empty(module, args, kwargs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -55,6 +56,26 @@ def reducer_of(model: nn.Module) -> DistributedDataParallel | None:
         return inside[0]
     active = DistributedDataParallel._active_ddp_module
     return active if isinstance(active, DistributedDataParallel) else None
+
+
+def reducer_around(model: nn.Module) -> DistributedDataParallel | None:
+    """The wrapper that was put around ``model`` later, where no forward has shown it yet: this rank has had no examples so far.
+
+    Raises:
+        UserError: there are several.
+    """
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return None
+    # a module knows nothing of what holds it; and wrappers that are gone are still there until they are collected
+    gc.collect()
+    wrappers = [thing for thing in gc.get_objects() if issubclass(type(thing), DistributedDataParallel)]
+    around = [wrapper for wrapper in wrappers if any(module is model for module in wrapper.modules())]
+    if len(around) > 1:
+        raise UserError(
+            "the batch of this rank is empty, and several DistributedDataParallel are around the model, of which none was called "
+            "yet: attach to the one that adds up its gradients"
+        )
+    return around[0] if around else None
 
 
 def refuse_reducer(reducer: DistributedDataParallel) -> None:

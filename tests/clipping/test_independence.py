@@ -293,6 +293,38 @@ def test_one_of_many_forwards_of_a_step_is_looked_at_where_it_differs(by: str, f
         clipper.backward(losses)
 
 
+class Tokens(nn.Module):
+    """Looks up one table of positions in each forward."""
+
+    def __init__(self, between: Callable[[Tensor], Tensor], labels: bool):
+        super().__init__()
+        self.words, self.places, self.last = nn.Embedding(9, D), nn.Embedding(T, D), nn.Linear(D, 3)
+        self.between, self.labels = between, labels
+
+    def forward(self, ids: Tensor) -> Tensor:
+        h = self.last(self.between(self.words(ids) + self.places(torch.arange(T)[None])))
+        return h.mean(1) if self.labels else h
+
+
+# the last two have as many examples in all as there are tokens
+@pytest.mark.parametrize("parts", [(2, 3), (T, T), (1, T - 1), (2, T - 2)])
+@pytest.mark.parametrize("labels", [True, False])
+def test_forwards_of_parts_of_the_examples_are_looked_at_whatever_the_number_of_tokens(
+    parts: tuple[int, int], labels: bool
+) -> None:
+    for mixing in (False, True):
+        model = Tokens((lambda h: h / h.detach().abs().mean()) if mixing else torch.tanh, labels)
+        clipper = attach(model)
+        outputs = [model(torch.randint(1, 9, (rows, T))) for rows in parts]
+        losses = torch.cat([y.flatten(1).square().sum(1) for y in outputs])
+        if mixing:
+            with pytest.raises(UserError, match="mixes examples"):
+                clipper.backward(losses)
+        else:
+            clipper.backward(losses)
+            assert not clipper.notes
+
+
 @pytest.mark.parametrize("texts", [1, 2])
 def test_several_texts_in_one_row_are_not_looked_at_though_their_rows_are(texts: int) -> None:
     model = Net(lambda h: h + h.detach().mean(1, keepdim=True))

@@ -130,11 +130,14 @@ def test_what_goes_back_within_a_wrapper_is_looked_at(tmp_path: Path) -> None:
 TURNS = ((4, 0), (0, 3), (0, 0), (2, 2), (0, 4))
 
 
-def by_turns(ranks: Ranks, wrap: Callable[[nn.Module], nn.Module]) -> list[dict[str, Tensor]]:
+def by_turns(
+    ranks: Ranks, wrap: Callable[[nn.Module], nn.Module], late: bool = False
+) -> list[dict[str, Tensor]]:
     """The sums of passes in which some ranks have no examples, and do not go through the model."""
     model = made(CASE)
+    clipper = attach(model, clip_norm=0.5) if late else None
     wrapped = wrap(model) if ranks.several else model
-    clipper, found, start = attach(wrapped, clip_norm=0.5), [], 0
+    clipper, found, start = clipper or attach(wrapped, clip_norm=0.5), [], 0
     for turn in TURNS:
         sizes = turn if ranks.several else (sum(turn),)
         rows = list(range(start, start + sum(turn)))[sum(sizes[: ranks.rank]) :][: sizes[ranks.rank]]
@@ -151,7 +154,8 @@ def with_buffer(model: nn.Module) -> nn.Module:
 
 
 def all_by_turns(ranks: Ranks) -> list[list[dict[str, Tensor]]]:
-    return [by_turns(ranks, wrap) for wrap in (DistributedDataParallel, with_buffer, Holder)]
+    wraps = (DistributedDataParallel, with_buffer, Holder)
+    return [by_turns(ranks, wrap) for wrap in wraps] + [by_turns(ranks, with_buffer, late=True)]
 
 
 def test_a_rank_without_examples_takes_part_in_its_own_sum_and_not_in_the_next_one(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from dpexp.clipping.gradients.memory import give_back_freed_memory
 from dpexp.clipping.independence.arguments import leaves, positional_names
 from dpexp.clipping.independence.batches import Arrangement, Batches, arrangements
 from dpexp.clipping.independence.chance import BETWEEN, OTHERS, Chance
-from dpexp.clipping.independence.comparison import Places, places_of
+from dpexp.clipping.independence.comparison import Places, places_of, rows_of_one
 from dpexp.clipping.independence.look import Look
 from dpexp.clipping.independence.replay import Earlier, Replay
 from dpexp.clipping.survey import layouts
@@ -183,6 +183,8 @@ class Independence:
         for replay in self.waiting:
             replay.find_used(roots)
             names = positional_names(replay.model)
+            if len(self.waiting) > 1:
+                self._find_own(replay, roots)
             if Batches(replay.inputs, self._usual(roots.num_examples), names).ambiguous:
                 self._find_places(replay, roots)
 
@@ -190,27 +192,22 @@ class Independence:
         """What the forwards that are to be looked at have returned, as far as the roots were computed from it."""
         return [edge for replay in self.waiting for edge in replay.returned(roots).values()]
 
+    def _find_own(self, replay: Replay, roots: Roots) -> None:
+        """Let the gradients say whether a forward beside others has rows of examples of its own: shapes do not tell."""
+        number = torch.arange(1.0, roots.num_examples + 1, device=roots.device)
+        edges = replay.returned(roots)
+        plain, weighted = (_gradients(roots, edges, weights) for weights in (None, number))
+        times = self.rows_per_example
+        found = (rows_of_one(g, weighted[leaf], times) for leaf, g in plain.items() if leaf in weighted)
+        replay.own = next((rows for rows in found if rows is not None), None)
+
     def _find_places(self, replay: Replay, roots: Roots) -> None:
         """Let the gradients of half of the losses say which rows of the outputs belong to which example."""
-        edges = replay.returned(roots)
-        if not edges:
-            return
         order = layouts.fixed_order(roots.num_examples)
         chosen = order < (len(order) + 1) // 2
-        try:
-            found = torch.autograd.grad(
-                cast(Any, roots.tensors),
-                list(edges.values()),
-                roots.weighted(chosen),
-                retain_graph=True,
-                allow_unused=True,
-            )
-        except RuntimeError:
-            # a graph that cannot be used twice
-            return
         rows = chosen.repeat_interleave(self.rows_per_example)
-        for leaf, gradient in zip(edges, found, strict=True):
-            if gradient is not None and (places := places_of(gradient, rows.to(gradient.device))):
+        for leaf, gradient in _gradients(roots, replay.returned(roots), chosen).items():
+            if places := places_of(gradient, rows.to(gradient.device)):
                 replay.places[leaf] = places
 
     def check(self, num_examples: int) -> None:
@@ -274,6 +271,12 @@ class Independence:
             UserError: names the module.
         """
         usual = self._usual(num_examples)
+        times = self.rows_per_example
+        if replay.own is not None and replay.own != usual.examples * times:
+            # the rows are those of some examples, and there is no doubt that what mixes them mixes examples
+            look = self._look_at(replay, Arrangement(replay.own // times, times), None)
+            if look.compared:
+                return look
         refused: dict[Arrangement, UserError] = {}
         for arrangement in arrangements(replay.inputs, usual, in_parts):
             try:
@@ -326,6 +329,23 @@ class Independence:
                         f"the input {name or 'of the model'} has {part.shape[1]} columns now and had {length} before, but "
                         "fixed_length=True promises batches of one length: pad them all alike"
                     )
+
+
+def _gradients(roots: Roots, edges: Mapping[int, GradientEdge], weights: Tensor | None) -> dict[int, Tensor]:
+    """The gradients of weighted losses with respect to outputs, by number; none where a graph cannot be used twice."""
+    if not edges:
+        return {}
+    try:
+        found = torch.autograd.grad(
+            cast(Any, roots.tensors),
+            list(edges.values()),
+            roots.weighted(weights),
+            retain_graph=True,
+            allow_unused=True,
+        )
+    except RuntimeError:
+        return {}
+    return {leaf: g for leaf, g in zip(edges, found, strict=True) if g is not None}
 
 
 def refuse_foreign(roots: Roots, attached: Iterable[Tensor]) -> None:

@@ -71,6 +71,8 @@ class Replay:
         # by output, its end in the graph, which must not be held; and where the gradients say that the rows of an example are
         self.ends: dict[int, NodeKey] = {}
         self.places: dict[int, Places] = {}
+        # of a forward beside others: how many rows it has, where the gradients say that each is of one example alone
+        self.own: int | None = None
         # the outputs that the losses use, and whether they use something else of what this forward computed
         self.used: set[int] = set()
         self.used_else = False
