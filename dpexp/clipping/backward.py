@@ -196,6 +196,7 @@ class Step:
         names = {name for name in use.names if name not in self.looped}
         if not names:
             return {}
+        self.survey.tell(use, gy)
         return per_example(
             use, saved, gy, self.layout[id(use)], self.visit.rows, self.visit.num_examples, names
         )

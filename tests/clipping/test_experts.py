@@ -18,6 +18,7 @@ from dpexp.clipping.attach import Clipper
 from dpexp.clipping.gradients import Grouped, merge
 from dpexp.clipping.loop import LOOPED
 from dpexp.clipping.survey.layouts import Owned
+from dpexp.clipping.tapping.taps import Visit
 from dpexp.errors import UserError
 from tests.clipping.naive import assert_exact
 from tests.clipping.test_gradients import indices, naive_outer, normal
@@ -190,6 +191,64 @@ def test_experts_that_mix_their_rows_are_refused(whole: Callable[[Tensor], Tenso
     clipper = attach(model)
     with pytest.raises(UserError, match="mixes examples"):
         step(clipper, model, losses(model, ids(7)))
+
+
+@pytest.mark.parametrize("engine", ["auto", "bk", "ghost"])
+def test_a_later_step_goes_back_once_more_than_the_engine_itself(
+    engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    model = Mixture()
+    clipper, asked = attach(model, engine=engine), []
+    back_propagate = Visit.back_propagate
+    monkeypatch.setattr(
+        Visit,
+        "back_propagate",
+        lambda *args, **named: (
+            asked.append(named.get("weights") is not None) or back_propagate(*args, **named)
+        ),
+    )
+    for number in range(4):
+        asked.clear()
+        step(clipper, model, losses(model, ids(12, seed=number)))
+    assert asked == [True, False, *[False] * (engine == "ghost")]
+
+
+def test_what_mixes_rows_in_a_later_step_is_refused_and_adds_nothing() -> None:
+    mixes = False
+    torch.manual_seed(0)
+    model = Mixture(lambda x: x - x.mean(0) if mixes else x.tanh())
+    clipper = attach(model)
+    for number in range(3):
+        step(clipper, model, losses(model, ids(7, seed=number)))
+    model.zero_grad()
+    mixes = True
+    for words in ("run this step again", "mixes examples"):
+        with pytest.raises(UserError, match=words):
+            clipper.backward(losses(model, ids(7)))
+        assert all(p.grad is None for p in model.parameters())
+
+
+def test_rows_that_stand_in_another_order_in_a_later_step() -> None:
+    """In the first batches they were in order by chance."""
+
+    class Sorting(Mixture):
+        def forward(self, ids: Tensor) -> Tensor:
+            order = ids[:, 0].argsort(stable=True)
+            x = self.table(ids[order])
+            return self.out(torch.tanh(self.router(x) @ self.router.weight)[order.argsort()].mean(1))
+
+    torch.manual_seed(0)
+    model = Sorting().double()
+    plain = copy.deepcopy(model)
+    clipper = attach(model, clip_norm=CLIP)
+    for number in range(5):
+        tokens = ids(7, seed=number)
+        tokens = tokens if number > 2 else tokens[tokens[:, 0].argsort()]
+        expected = naive(plain, losses(plain, tokens))
+        found = step(clipper, model, losses(model, tokens))
+        for name, total in found.items():
+            torch.testing.assert_close(total, expected[name])
 
 
 @pytest.mark.parametrize("experts", ["grouped_mm", "batched_mm", "eager"])

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from dpexp.clipping import attach
-from dpexp.clipping.survey.layouts import LEVELS, all_weights, weights
+from dpexp.clipping.survey.layouts import LEVELS, MANY_LEVELS, all_weights, weights
 from dpexp.clipping.survey.observed import follows
 from dpexp.errors import UserError
 from tests.clipping.zoo import C, D
@@ -30,14 +30,15 @@ def test_weights_change_when_examples_are_exchanged(exchange: str) -> None:
 
 def test_multiplying_by_a_weight_rounds_nothing() -> None:
     x = torch.randn(100)
-    for level in LEVELS:
+    for level in (*LEVELS, *MANY_LEVELS):
         assert torch.equal(x * level / level, x)
 
 
-@pytest.mark.parametrize("size", [1, 2, 6, 7, 36, 37, 64, 300])
-def test_no_two_examples_have_the_same_weights_in_all_proofs(size: int) -> None:
-    found = all_weights(size)
-    assert torch.equal(found[0], weights(size))
+@pytest.mark.parametrize("levels", [LEVELS, MANY_LEVELS])
+@pytest.mark.parametrize("size", [1, 2, 6, 7, 16, 17, 36, 37, 64, 300])
+def test_no_two_examples_have_the_same_weights_in_all_proofs(size: int, levels: tuple[float, ...]) -> None:
+    found = all_weights(size, levels)
+    assert torch.equal(found[0], weights(size, levels=levels))
     assert len(set(zip(*(each.tolist() for each in found), strict=True))) == size
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from dpexp.clipping.gradients.memory import give_back_freed_memory
 from dpexp.clipping.survey import layouts
 from dpexp.clipping.survey.formula_check import formula_is_right
-from dpexp.clipping.survey.observed import Observed, apart, views
+from dpexp.clipping.survey.observed import FRONT, Observed, apart, views
 from dpexp.clipping.tapping.meeting import NATIVE, SHARED
 from dpexp.clipping.tapping.taps import Visit
 from dpexp.clipping.tapping.uses import ForwardPass, Use
@@ -33,6 +33,8 @@ MIXED = (
 
 # batches in which some examples tell nothing, after which the others are believed
 PATIENCE = 16
+# what the rows in front tell of
+TOLD = (FRONT, *layouts.IN_ORDER)
 
 LATE = "was used in a way that earlier steps did not show. It is known now: run this step again, or use engine='loop'"
 
@@ -68,6 +70,11 @@ class Survey:
         # uses that turned out to be functions of parameters
         self._shared: list[Use] = []
         self._undecided = self._picks = False
+        # places whose rows the model may have picked -> how they were found to lie last; whether they have always told; and what
+        # waits for the pass that forms sums
+        self._picked: dict[tuple[str, int], str] = {}
+        self._always_tell = True
+        self._awaited: Observed | None = None
         self._new_sequence = True
         # sequences of uses whose layouts are proven, see `_sequence`; and uses whose formula agreed with autograd
         self._sequences: set[int] = set()
@@ -123,7 +130,9 @@ class Survey:
         self._new_sequence = sequence not in self._sequences
         pending, doubted = self._pending(visit, layouts.due(self.backwards) or self._new_sequence)
         known_uses = self.knows(visit.num_examples)
-        if pending or not known_uses:
+        if self._may_wait(visit, pending, doubted):
+            self._wait(visit, pending, doubted)
+        elif pending or not known_uses:
             self._observe(visit, params, pending, doubted)
         # whoever has picked rows may do it again, and is watched for good; behind the last use, too
         self._picks |= any(use.is_routed(visit.rows) for use in visit.uses)
@@ -174,7 +183,7 @@ class Survey:
         # whether the batch was another input than the forward had assumed
         moved = visit.finish()
         self.looped -= self._today
-        self._today = set()
+        self._today, self._awaited = set(), None
         for use in self._shared:
             # the next forward derives it, and needs no loop
             self.roles[use.place[0]] = SHARED
@@ -190,6 +199,49 @@ class Survey:
             self._surplus.clear()
             visit.recorder.templates.clear()
             self.unsettle()
+
+    def _may_wait(self, visit: Visit, pending: dict[int, list[str]], doubted: set[int]) -> bool:
+        """Whether nothing new is to be proven but whose the rows are that the model has picked, as in earlier steps."""
+        uses = [use for use in visit.uses if id(use) in pending and id(use) not in doubted]
+        return bool(
+            uses
+            and self._always_tell
+            # what meets other ranks cannot begin again; and in float16 gradients overflow, which tell nothing
+            and not (self.looped or visit.loose or visit.roots.inputs or visit.recorder.shards)
+            and not (torch.distributed.is_available() and torch.distributed.is_initialized())
+            and not any(use.in_float16 for use in visit.uses)
+            and all(use.is_routed(visit.rows) and _kind(use) in self._right for use in uses)
+            and all(self._picked.get(use.place) in (*TOLD, *pending[id(use)]) for use in uses)
+            and bool(visit.roots.finite().all())
+        )
+
+    def _wait(self, visit: Visit, pending: dict[int, list[str]], doubted: set[int]) -> None:
+        """Back-propagate with weights alone: the pass that forms sums is the plain one, and `tell` compares."""
+        looked_at: dict[int, list[str]] = {}
+        for use in visit.uses:
+            if (here := id(use)) in doubted:
+                looked_at[here] = [str(self.layout[here])]
+            elif here in pending:
+                before = self._picked[use.place]
+                looked_at[here] = [FRONT if before in TOLD else before]
+                self.layout[here] = before if before in pending[here] else FRONT
+        self._awaited = Observed(visit, looked_at)
+        self._awaited.weigh()
+
+    def tell(self, use: Use, gy: Tensor) -> None:
+        """Settle the layout of a use that waits for the gradient without weights, which is here.
+
+        Raises:
+            LateError: a row does not tell whose it is.
+        """
+        if self._awaited is None or id(use) not in self._awaited.pending:
+            return
+        found = self._awaited.told(use, gy, str(self.layout[id(use)]))
+        if found is None:
+            self._always_tell = False
+            raise LateError(f"{use.owner} ({use.label}) {LATE}")
+        self.layout[id(use)] = found
+        del self._awaited.pending[id(use)]
 
     def _clips(self, use: Use) -> bool:
         """Whether per-example gradients are formed at this use."""
@@ -277,7 +329,10 @@ class Survey:
             self._refuse_mixed(use, observed)
         if picked:
             # whose its rows are holds for this batch alone, and where they do not tell, so does the loop
-            self.layout[id(use)] = observed.owned(use) or layouts.LOOP
+            owned = observed.owned(use)
+            self.layout[id(use)] = owned or layouts.LOOP
+            if owned:
+                self._picked[use.place] = FRONT
             return
         if not found:
             # remembered: another batch size may make the leading dimension look like the batch
@@ -293,6 +348,8 @@ class Survey:
             # right today; decide when a batch tells them apart, or never
             passing = id(use) in visit.ragged | visit.loose and layout in layouts.BLOCKS
             partly = not observed.tells_of_all(use, layout) and self._glimpsed(use)
+            if routed:
+                self._picked[use.place] = layout
             if len(proven) > 1 or routed or passing or partly:
                 self.layout[id(use)], self._undecided = layout, True
                 return

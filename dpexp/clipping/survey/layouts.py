@@ -9,7 +9,7 @@ fail the proof. Of rows that the model picked by index, as experts get theirs, t
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,8 +22,12 @@ from dpexp.clipping.tapping.uses import Arrival, Use
 ROWS, SECOND, BLOCKED, STRIDED, LOOP = "rows", "second", "blocked", "strided", "loop"
 # several rows for each example, which may as well be a chance
 BLOCKS = (BLOCKED, STRIDED)
+# whose examples come one after the other
+IN_ORDER = (ROWS, BLOCKED)
 # of `weights`; none is 1 or -1, so that the largest gradient of a batch is another one, and what goes by it shows
 LEVELS = (2.0, -2.0, 0.5, -0.5, 0.25, -0.25)
+# and where rows tell whose they are, which takes fewer back-propagations with more of them; in float16 these would overflow
+MANY_LEVELS = tuple(sign * 2.0**power for power in range(1, 9) for sign in (1, -1))
 # no proposal, and no gradient has arrived so far
 UNSEEN = "unseen"
 
@@ -162,24 +166,24 @@ def fixed_order(num_examples: int, turn: int = 0) -> Tensor:
     )
 
 
-def weights(num_examples: int, digit: int = 0) -> Tensor:
-    """``[B]`` weights of the losses in a proof: `LEVELS` in equal parts, in a fixed random order.
+def weights(num_examples: int, digit: int = 0, levels: Sequence[float] = LEVELS) -> Tensor:
+    """``[B]`` weights of the losses in a proof: ``levels`` in equal parts, in a fixed random order.
 
     More than two levels, because examples of the same weight can exchange their gradients unseen: signs alone happen to read the
     same from either end for some B, and mixing each example with its mirror image is a usual augmentation. Powers of two,
     because multiplying by them rounds nothing, also in 16 bits. Other ``digit``s give other weights, see `all_weights`.
     """
-    levels = torch.tensor(LEVELS, device="cpu")
-    return levels[fixed_order(num_examples) // len(LEVELS) ** digit % len(LEVELS)]
+    numbers = fixed_order(num_examples) // len(levels) ** digit % len(levels)
+    return torch.tensor(levels, device="cpu")[numbers]
 
 
-def all_weights(num_examples: int) -> list[Tensor]:
+def all_weights(num_examples: int, levels: Sequence[float]) -> list[Tensor]:
     """As many `weights` as it takes that no two examples have the same in all: where rows are put in order, any two may change
     places."""
     digits = 1
-    while len(LEVELS) ** digits < num_examples:
+    while len(levels) ** digits < num_examples:
         digits += 1
-    return [weights(num_examples, digit) for digit in range(digits)]
+    return [weights(num_examples, digit, levels) for digit in range(digits)]
 
 
 def weighted_rows(tensor: Tensor, layout: Layout, rows: int, by_row: Tensor) -> Tensor:

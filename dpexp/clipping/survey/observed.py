@@ -34,8 +34,11 @@ class Observed:
 
     def __init__(self, visit: Visit, pending: dict[int, list[str]]):
         self.visit, self.pending = visit, pending
-        self._weightings = layouts.all_weights(visit.num_examples)
-        if not any(id(use) in pending and use.is_routed(visit.rows) for use in visit.uses):
+        routed = any(id(use) in pending and use.is_routed(visit.rows) for use in visit.uses)
+        many = routed and not any(use.in_float16 for use in visit.uses)
+        self._levels = layouts.MANY_LEVELS if many else layouts.LEVELS
+        self._weightings = layouts.all_weights(visit.num_examples, self._levels)
+        if not routed:
             del self._weightings[1:]
         each = visit.rows // visit.num_examples
         self._by_row = [weights.repeat_interleave(each) for weights in self._weightings]
@@ -80,6 +83,50 @@ class Observed:
             self._alone = self._find_alone()
         return reached
 
+    def weigh(self) -> None:
+        """Go through the graph with weights alone; what arrives without them is seen later, by `told`."""
+        self._seen.append({})
+
+        def look(owner: ForwardPass, use: Use, saved: tuple[Tensor, ...], gy: Tensor) -> None:
+            if id(use) in self.pending:
+                self._sign(use, gy)
+
+        for weights in self._weightings:
+            self._seen.append({})
+            self.visit.back_propagate(look, retain=True, weights=weights)
+            give_back_freed_memory()
+
+    def told(self, use: Use, gy: Tensor, before: str) -> layouts.Layout | None:
+        """Return which rows of a use are whose, from what arrives without weights; None where they do not tell.
+
+        Args:
+            use: looked at in one way.
+            gy: its gradient.
+            before: how the rows lay in an earlier batch.
+        """
+        here, view = id(use), self._sign(use, gy, 0)
+        if view != FRONT:
+            routed = use.is_routed(self.visit.rows)
+            holds = self.proven(use, view) is not False if routed else not self.refuted(use, view)
+            return view if holds else None
+        if before in layouts.IN_ORDER:
+            plain, dtype = self._seen[0][here, FRONT], self._dtypes[here]
+            of_each = len(plain[0]) // self.visit.num_examples
+            each = zip(self._seen[1:], self._weightings, strict=True)
+            if all(
+                follows(plain, seen[here, FRONT], weights.repeat_interleave(of_each), dtype) is not False
+                for seen, weights in each
+            ):
+                return before
+        return self.owned(use)
+
+    def _sign(self, use: Use, gy: Tensor, number: int = -1) -> str:
+        (layout,) = self.pending[id(use)]
+        self._dtypes[id(use)] = gy.dtype
+        rows = in_front(gy) if layout == FRONT else signature(gy, layout, self.visit.rows)
+        self._seen[number][id(use), layout] = rows
+        return layout
+
     def _look(self, owner: ForwardPass, use: Use, saved: tuple[Tensor, ...], gy: Tensor) -> None:
         here, seen, rows = id(use), self._seen[-1], self.visit.rows
         if here not in self.pending:
@@ -114,7 +161,7 @@ class Observed:
         for at, plain in self._seen[0].items():
             # in 16 bits the levels are no further apart than rounding errors
             if at in self._seen[1] and torch.finfo(self._dtypes[at[0]]).bits >= 32:
-                levels = _by_level(plain, self._seen[1][at], 1e-4)
+                levels = _by_level(plain, self._seen[1][at], 1e-4, self._levels)
                 found = [level for level, rows in levels if bool(rows.all())]
                 if len(found) == 1:
                     alone[at[0]] = found[0]
@@ -164,22 +211,22 @@ class Observed:
         """Whether each row is one example's, whichever that is."""
         here = id(use)
         seen = [{v: rows[here, v] for v in (FRONT, LAST) if (here, v) in rows} for rows in self._seen]
-        return apart(seen, self._dtypes[here])
+        return apart(seen, self._dtypes[here], self._levels)
 
     def owned(self, use: Use) -> layouts.Owned | None:
         """Whose each row of a use is: the example with the weights that the row has followed; None where a row does not tell."""
         here = id(use)
-        if len(self._seen) < 2 or (here, FRONT) not in self._seen[0]:
+        if len(self._seen) < 2 or any((here, FRONT) not in seen for seen in self._seen):
             return None
         plain, dtype = self._seen[0][here, FRONT], self._dtypes[here]
-        levels = [_level(plain, seen[here, FRONT], dtype) for seen in self._seen[1:]]
+        levels = [_level(plain, seen[here, FRONT], dtype, self._levels) for seen in self._seen[1:]]
         # too small to matter, and to tell
         scales = torch.cat([plain[1] + seen[here, FRONT][1] for seen in self._seen[1:]], 1)
         finite = scales.isfinite()
         silent = (finite & ~_telling(scales, finite, dtype)).all(1)
         number = torch.zeros_like(levels[0])
         for digit, level in enumerate(levels):
-            number += level * len(layouts.LEVELS) ** digit
+            number += level * len(self._levels) ** digit
         unclear = torch.stack([level < 0 for level in levels]).any(0) | (number >= self.visit.num_examples)
         if bool((unclear & ~silent).any()):
             return None
@@ -245,14 +292,16 @@ def _telling(scale: Tensor, finite: Tensor, dtype: torch.dtype) -> Tensor:
     return finite & (scale > (0.0 if dtype == torch.float16 else info.tiny / info.eps))
 
 
-def _by_level(plain: Signature, weighted: Signature, tolerance: float) -> Iterator[tuple[float, Tensor]]:
-    """Yield each of `layouts.LEVELS` with the rows that follow it."""
-    for level in layouts.LEVELS:
+def _by_level(
+    plain: Signature, weighted: Signature, tolerance: float, levels: Sequence[float]
+) -> Iterator[tuple[float, Tensor]]:
+    """Yield each of the levels with the rows that follow it."""
+    for level in levels:
         yield level, (weighted[0] - level * plain[0]).abs() <= tolerance * (plain[1] + weighted[1])
 
 
-def _level(plain: Signature, weighted: Signature, dtype: torch.dtype) -> Tensor:
-    """``[rows]``, which of `layouts.LEVELS` each row follows; -1 where it is none, or one of several.
+def _level(plain: Signature, weighted: Signature, dtype: torch.dtype, levels: Sequence[float]) -> Tensor:
+    """``[rows]``, which of the levels each row follows; -1 where it is none, or one of several.
 
     A level is a power of two, by which nothing is rounded: the right one fits much better than those that fit as well because the
     direction of the projection, by chance, saw little of a row.
@@ -261,7 +310,7 @@ def _level(plain: Signature, weighted: Signature, dtype: torch.dtype) -> Tensor:
     errors = torch.cat(
         [
             torch.maximum((weighted[0] - level * plain[0]).abs(), (weighted[1] - abs(level) * plain[1]).abs())
-            for level in layouts.LEVELS
+            for level in levels
         ],
         1,
     )
@@ -274,22 +323,31 @@ def views(gy: Tensor) -> dict[str, Signature]:
     """The rows that may be one example's each, where no shape tells: all those in front, or those along the last dimension."""
     if not gy.numel():
         return {}
-    seen = {FRONT: gy.reshape(-1, 1) if gy.dim() < 2 else gy.flatten(0, -2)}
+    seen = {FRONT: in_front(gy)}
     if gy.dim() > 1:
-        seen[LAST] = gy.movedim(-1, 0).flatten(1)
-    return {view: signature(rows, layouts.ROWS, len(rows)) for view, rows in seen.items()}
+        last = gy.movedim(-1, 0).flatten(1)
+        seen[LAST] = signature(last, layouts.ROWS, len(last))
+    return seen
 
 
-def apart(seen: Sequence[dict[str, Signature]], dtype: torch.dtype) -> bool:
+def in_front(gy: Tensor) -> Signature:
+    """The first of the `views`."""
+    rows = gy.reshape(-1, 1) if gy.dim() < 2 else gy.flatten(0, -2)
+    return signature(rows, layouts.ROWS, len(rows))
+
+
+def apart(
+    seen: Sequence[dict[str, Signature]], dtype: torch.dtype, levels: Sequence[float] = layouts.LEVELS
+) -> bool:
     """Whether each row follows the weight of one example, whichever that is, in one of the `views`: of the plain
     back-propagation, and of weighted ones."""
     return not seen[0] or any(
-        all(_apart(seen[0][view], rows[view], dtype) for rows in seen[1:]) for view in seen[0]
+        all(_apart(seen[0][view], rows[view], dtype, levels) for rows in seen[1:]) for view in seen[0]
     )
 
 
-def _apart(plain: Signature, weighted: Signature, dtype: torch.dtype) -> bool:
-    follows = torch.stack([rows for _, rows in _by_level(plain, weighted, _tolerance(dtype))]).any(0)
+def _apart(plain: Signature, weighted: Signature, dtype: torch.dtype, levels: Sequence[float]) -> bool:
+    follows = torch.stack([rows for _, rows in _by_level(plain, weighted, _tolerance(dtype), levels)]).any(0)
     return bool((follows | ~(plain[1] + weighted[1]).isfinite()).all())
 
 

@@ -291,6 +291,12 @@ class Use:
         return not self.routed.isdisjoint((0, rows))
 
     @property
+    def in_float16(self) -> bool:
+        """Whether it computed with numbers of 16 bits that overflow beyond 65504."""
+        low = self.autocast is not None and self.autocast[1] == torch.float16
+        return low or any(value.leaf.dtype == torch.float16 for value in self.values)
+
+    @property
     def formula(self) -> Formula:
         """How its per-example gradients are found."""
         return self.template.formula
