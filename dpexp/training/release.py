@@ -202,7 +202,8 @@ def build_policy(clip: "ClipConfig", num_groups: int) -> FixedThresholds:
     begin = start if clip.init_threshold is None else clip.init_threshold
     # whatever the dtype that tensors have by default
     first = torch.full((num_groups,), begin, dtype=torch.float32)
-    rescale_to = clip.clip_norm if clip.rescale else None
+    # rescaled to C, a single threshold would stay where it is whatever its counts cost
+    rescale_to = clip.clip_norm if clip.rescale and num_groups > 1 else None
     if clip.follows == "norm":
         return NormThresholds(first, clip.norm_factor, clip.norm_bound, clip.threshold_floor, rescale_to)
     return QuantileThresholds(

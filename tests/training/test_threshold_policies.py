@@ -61,6 +61,16 @@ def test_a_group_without_gradients_beside_one_with_huge_ones_has_a_threshold_sti
     assert policy.values.norm() == pytest.approx(0.1)
 
 
+def test_a_single_group_adapts_though_several_would_be_rescaled():
+    clip = compose(["task=sst2", "scale=demo", "clip=adaptive_perlayer", "clip.clip_norm=0.5"]).clip
+    assert clip.rescale
+    alone, several = (release.build_policy(clip, number) for number in (1, 3))
+    for policy in (alone, several):
+        policy.update(torch.zeros(len(policy.estimates)))
+    assert alone.values.tolist() == alone.estimates.tolist() == [pytest.approx(math.exp(0.3 * clip.target_quantile))]
+    assert several.values.norm() == pytest.approx(0.5)
+
+
 def test_the_event_is_that_of_the_two_gaussians_and_the_noise_is_what_it_says(tmp_path, monkeypatch):
     """σ_b·D_k on each group, D_k the bound that the step's norms were cut at; ε as from dp_accounting by hand."""
     asked, bounds = [], []

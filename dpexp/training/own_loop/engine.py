@@ -241,8 +241,6 @@ class PrivacyEngine:
             self.ledger = Ledger(
                 self.folder / LEDGER, self._keys.run, ranks if ranks.several else None, times=False
             )
-            # rescaling a single threshold to C would undo its adaptation
-            self._run.clip.rescale = len(self.clipper.groups) > 1
             self.policy = build_policy(self._run.clip, len(self.clipper.groups))
             machine = provenance.device_name(self.device)
             decisions = Decisions(self.folder / "decisions.json", machine, ranks=ranks)
