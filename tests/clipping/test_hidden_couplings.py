@@ -309,6 +309,31 @@ def test_a_branch_that_later_data_take_is_seen_in_time_or_late() -> None:
         attach(model).backward((model(1000.0 * x()) - 0.3).square().sum(1))
 
 
+@pytest.mark.parametrize("switch", ["an attribute", "a number", "an argument"])
+def test_what_is_switched_on_later_is_looked_at_at_once(switch: str) -> None:
+    """Mixup after a warm-up, by whichever switch the model has for it."""
+
+    class Warmed(Net):
+        mixes, rate = False, 0.0
+
+        def forward(self, x: Tensor, mixed: bool = False) -> Tensor:
+            h = self.first(x)
+            if mixed or self.mixes or self.rate > 0:
+                h = h / h.detach().abs().max()
+            return self.last(h)
+
+    clipper = attach(model := Warmed(mean))
+    for _ in range(3):
+        clipper.backward(model(x()).square().sum(1))
+    if switch == "an attribute":
+        model.mixes = True
+    elif switch == "a number":
+        model.rate = 0.1
+    losses = model(x(), mixed=switch == "an argument").square().sum(1)
+    with pytest.raises(UserError, match="mixes examples"):
+        clipper.backward(losses)
+
+
 class Sorted(nn.Module):
     """Puts rows in order for a layer, and back."""
 

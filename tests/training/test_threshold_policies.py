@@ -67,7 +67,11 @@ def test_a_single_group_adapts_though_several_would_be_rescaled():
     alone, several = (release.build_policy(clip, number) for number in (1, 3))
     for policy in (alone, several):
         policy.update(torch.zeros(len(policy.estimates)))
-    assert alone.values.tolist() == alone.estimates.tolist() == [pytest.approx(math.exp(0.3 * clip.target_quantile))]
+    assert (
+        alone.values.tolist()
+        == alone.estimates.tolist()
+        == [pytest.approx(math.exp(0.3 * clip.target_quantile))]
+    )
     assert several.values.norm() == pytest.approx(0.5)
 
 

@@ -16,14 +16,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.nn.parallel import DistributedDataParallel
 
-from dpexp.clipping.given import modules_of
 from dpexp.clipping.gradients.memory import give_back_freed_memory
 from dpexp.clipping.independence.arguments import leaves, positional_names
 from dpexp.clipping.independence.batches import Arrangement, Batches, arrangements
 from dpexp.clipping.independence.chance import BETWEEN, OTHERS, Chance
 from dpexp.clipping.independence.comparison import Places, places_of, rows_of_one
 from dpexp.clipping.independence.look import Look
-from dpexp.clipping.independence.replay import Earlier, Replay
+from dpexp.clipping.independence.replay import Earlier, Replay, switches
 from dpexp.clipping.survey import layouts
 from dpexp.clipping.tapping.dataflow import tensors_in
 from dpexp.clipping.tapping.roots import Roots
@@ -34,6 +33,8 @@ log = logging.getLogger(__name__)
 
 # forwards that are kept until their backward; and where more of them differ in shapes, other arguments or modes
 WAITING, KINDS = 4, 16
+# modes that are looked at; all others are one
+MODES = 64
 # backward passes in a row that look, while the outputs do not depend on the examples yet; of an example alone, which has nobody
 # to be mixed with, and whose outputs cannot tell, and of a model that decides by numbers, fewer
 PATIENCE, ALONE = 16, 4
@@ -71,10 +72,10 @@ class Independence:
         notes: what could not be looked at, in words.
         token: see `Padding.of`; None: the model may say it.
         losses_seen: whether the caller has looked at what stands behind the outputs.
-        looks: by mode, how many there were, and `PATIENCE` once they have told something. A mode is which modules train: a batch
-            norm that begins to use the batch's statistics, because somebody called ``model.train()``, makes another model.
-            Another one is where an input is empty: edges between nodes that are no neighbours. Beside it stands whether an
-            example was alone.
+        looks: by mode, how many there were, and `PATIENCE` once they have told something. A mode is what is switched on (see
+            `switches`): a batch norm that begins to use the batch's statistics, because somebody called ``model.train()``, makes
+            another model. Another one is where an input is empty: edges between nodes that are no neighbours. Beside it stands
+            whether an example was alone.
     """
 
     model: nn.Module
@@ -138,10 +139,12 @@ class Independence:
         """
         if self.fixed_length:
             self._check_lengths(args, kwargs)
-        training = tuple([(id(module), module.training) for module in modules_of(self.model)])
         empty = any(not tensor.numel() for tensor in tensors_in((args, kwargs)))
         self.alone, self.entered = rows == self.rows_per_example, self.entered + rows
-        self.mode = hash((training, empty))
+        self.mode = hash((*switches(self.model, args, kwargs), empty))
+        if len(known := {mode for mode, _ in self.looks}) >= MODES and self.mode not in known:
+            # a word that is another one in every step is no switch
+            self.mode = 0
         self.running = Replay(self.model, args, kwargs) if self.due else None
         if self.running is not None:
             if self.passed is not None and self.passed.rows == rows:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, saved_tensors_hooks
 
 from dpexp.clipping.distributed import reducers_in, silent
+from dpexp.clipping.given import modules_of
 from dpexp.clipping.gradients.numerics import all_full_precision
 from dpexp.clipping.independence.arguments import Inputs, changed, copied, leaves
 from dpexp.clipping.independence.chance import Chance, WithoutChance
@@ -38,6 +39,8 @@ T = TypeVar("T")
 EARLIER = "_dpexp_earlier"
 # about how large the outputs of a layer are that had weights of zero, beside its inputs
 GATE = 0.1
+# kinds of plain values that a forward asks whether they are there
+SWITCHES = {bool, int, float, type(None)}
 
 
 class Replay:
@@ -307,6 +310,21 @@ def kind_of(model: nn.Module, inputs: Inputs) -> Hashable:
     """Return what tells two forwards apart without their numbers: `shapes_of`, switches of modules."""
     switches = (v for module in model.modules() for v in vars(module).values() if isinstance(v, bool | str))
     return (*shapes_of(inputs), *switches)
+
+
+def switches(model: nn.Module, args: tuple, kwargs: dict) -> Iterator[Hashable]:
+    """Yield what a forward may branch by, of modules and arguments: words, and of other plain values whether they are zero.
+
+    A number that rises with every step is another switch once.
+    """
+    owners: list[dict[Any, Any]] = [*map(vars, modules_of(model)), dict(enumerate(args)), kwargs]
+    for owner in owners:
+        for name, value in owner.items():
+            kind = type(value)
+            if kind is str:
+                yield name, value
+            elif kind in SWITCHES:
+                yield name, bool(value)
 
 
 def shapes_of(inputs: Inputs) -> tuple[Hashable, ...]:
