@@ -95,6 +95,8 @@ class Ours(Method):
         if groups == "param":
             spec = {name: [name] for name, p in settings.model.named_parameters() if p.requires_grad}
         self.clipper = attach(settings.model, groups=spec, clip_norm=settings.clip_norm, engine=engine)
+        # as in training
+        self.clipper.may_begin_again()
         self.optimizer = settings.sgd(settings.lr / settings.batch_size)
         self.generator = torch.Generator().manual_seed(0)
 

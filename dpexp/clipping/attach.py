@@ -325,6 +325,9 @@ class Clipper(AnyClipper):
             "PrivacyEngine, or clipper.detach(), first"
         )
 
+    def may_begin_again(self) -> None:
+        self._backend.may_begin_again()
+
     @cut
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         given = entered((args, kwargs))

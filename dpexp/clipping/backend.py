@@ -52,6 +52,9 @@ class Backend(ABC):
     def forget(self) -> None:
         """The batch is empty: no backward pass comes."""
 
+    def may_begin_again(self) -> None:
+        """Whoever steps begins a step again on a `LateError`."""
+
     @abstractmethod
     def uninstall(self) -> None:
         """Give the model back as it was."""
@@ -139,6 +142,9 @@ class TapBackend(Backend):
             step = Step(visit, self.setup, factors)
             step.measure()
             return *step.finish(), visit.input_gradients
+
+    def may_begin_again(self) -> None:
+        self.survey.waits = True
 
     def visit(self, roots: Roots) -> Visit:
         """Return what goes through the graph behind the roots."""

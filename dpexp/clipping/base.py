@@ -154,6 +154,9 @@ class AnyClipper(ABC):
             model.register_forward_hook(self._leave, always_call=True),
         ]
 
+    def may_begin_again(self) -> None:
+        """Tell that the caller begins a step again on a `LateError`: rows that a model picks are then proven at less cost."""
+
     @abstractmethod
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         """The model's forward begins."""

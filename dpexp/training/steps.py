@@ -129,6 +129,8 @@ class Steps:
             refuse_shards(ranks, self.parameters, exact=release is not None and release.secure)
         # whether ranks meet within a piece already
         self.lockstep = self.sharded
+        if clipper is not None and not self.lockstep:
+            clipper.may_begin_again()
         self.borrowed = 0
         self._lent = False
         self._told: tuple[Mapping[str, Any], dict[str, Any]] | None = None

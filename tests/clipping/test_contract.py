@@ -487,9 +487,12 @@ def test_examples_that_begin_to_mix_later_are_noticed_by_new_operations(groups: 
 def test_examples_that_begin_to_mix_later_are_noticed_now_and_then(groups: str) -> None:
     torch.manual_seed(0)
     model, x = LateAlike(), torch.randn(5, 4)
+    # no plain switch, which is looked at at once
+    model.mix = []
     clipper = attach(model, groups=groups)
     clipper.backward(model(x).square().sum(1))
-    model.mix = True  # steps 2 to 15 are not looked at, step 16 is
+    # steps 2 to 15 are not looked at, step 16 is
+    model.mix.append(True)
     for _ in range(2, 16):
         clipper.backward(model(x).square().sum(1))
     model.zero_grad()
@@ -501,9 +504,11 @@ def test_examples_that_begin_to_mix_later_are_noticed_now_and_then(groups: str) 
 def test_opacus_is_proven_again_now_and_then() -> None:
     torch.manual_seed(0)
     model, x = LateAlike(), torch.randn(5, 4)
+    # no plain switch, which is looked at at once
+    model.mix = []
     clipper = attach(model, engine="opacus")
     clipper.backward(model(x).square().sum(1))
-    model.mix = True
+    model.mix.append(True)
     for _ in range(2, 16):
         clipper.backward(model(x).square().sum(1))
     with pytest.raises(UserError, match=r"do not add up|mixes examples"):

@@ -48,6 +48,8 @@ class Survey:
         looped: parameters that need the loop over examples.
         settled: whether every use of the last forward pass is known.
         settled_alone: the same of batches of one example, whose rows are all its own: nothing is to be proven of them.
+        waits: whether the pass that forms sums may be the plain one of the proof of rows that the model picks, as long as they
+            tell whose they are: who sets it begins a step again on a `LateError`.
         layout: id of a use of this backward pass -> its layout.
     """
 
@@ -58,7 +60,7 @@ class Survey:
         # of the looped, those that this backward pass has found; and those that need the loop for this batch alone
         self._new: set[str] = set()
         self._today: set[str] = set()
-        self.settled = self.settled_alone = False
+        self.settled = self.settled_alone = self.waits = False
         self.backwards = 0
         self.layout: dict[int, layouts.Layout] = {}
         # by parameter, those seen; an ordered set
@@ -70,10 +72,8 @@ class Survey:
         # uses that turned out to be functions of parameters
         self._shared: list[Use] = []
         self._undecided = self._picks = False
-        # places whose rows the model may have picked -> how they were found to lie last; whether they have always told; and what
-        # waits for the pass that forms sums
+        # places whose rows the model may have picked -> how they lay last; and what waits for the pass that forms sums
         self._picked: dict[tuple[str, int], str] = {}
-        self._always_tell = True
         self._awaited: Observed | None = None
         self._new_sequence = True
         # sequences of uses whose layouts are proven, see `_sequence`; and uses whose formula agreed with autograd
@@ -205,13 +205,13 @@ class Survey:
         uses = [use for use in visit.uses if id(use) in pending and id(use) not in doubted]
         return bool(
             uses
-            and self._always_tell
+            and self.waits
             # what meets other ranks cannot begin again; and in float16 gradients overflow, which tell nothing
             and not (self.looped or visit.loose or visit.roots.inputs or visit.recorder.shards)
             and not (torch.distributed.is_available() and torch.distributed.is_initialized())
             and not any(use.in_float16 for use in visit.uses)
             and all(use.is_routed(visit.rows) and _kind(use) in self._right for use in uses)
-            and all(self._picked.get(use.place) in (*TOLD, *pending[id(use)]) for use in uses)
+            and all(self._picked.get(use.place) in TOLD for use in uses)
             and bool(visit.roots.finite().all())
         )
 
@@ -222,8 +222,8 @@ class Survey:
             if (here := id(use)) in doubted:
                 looked_at[here] = [str(self.layout[here])]
             elif here in pending:
+                looked_at[here] = [FRONT]
                 before = self._picked[use.place]
-                looked_at[here] = [FRONT if before in TOLD else before]
                 self.layout[here] = before if before in pending[here] else FRONT
         self._awaited = Observed(visit, looked_at)
         self._awaited.weigh()
@@ -238,7 +238,7 @@ class Survey:
             return
         found = self._awaited.told(use, gy, str(self.layout[id(use)]))
         if found is None:
-            self._always_tell = False
+            self.waits = False
             raise LateError(f"{use.owner} ({use.label}) {LATE}")
         self.layout[id(use)] = found
         del self._awaited.pending[id(use)]

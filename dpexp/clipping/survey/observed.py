@@ -106,9 +106,7 @@ class Observed:
         """
         here, view = id(use), self._sign(use, gy, 0)
         if view != FRONT:
-            routed = use.is_routed(self.visit.rows)
-            holds = self.proven(use, view) is not False if routed else not self.refuted(use, view)
-            return view if holds else None
+            return None if self.refuted(use, view) else view
         if before in layouts.IN_ORDER:
             plain, dtype = self._seen[0][here, FRONT], self._dtypes[here]
             of_each = len(plain[0]) // self.visit.num_examples
