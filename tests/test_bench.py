@@ -16,7 +16,17 @@ from dpexp.benchmark import render
 from dpexp.benchmark.disturbance import Stolen
 from dpexp.benchmark.exactness import max_relative_error
 from dpexp.benchmark.measure import Protocol, Row, largest, measure
-from dpexp.benchmark.methods import LEAN, METHODS, NONPRIVATE, OTHERS, OURS, Ours, chosen_methods
+from dpexp.benchmark.methods import (
+    LEAN,
+    METHODS,
+    NONPRIVATE,
+    OTHERS,
+    OURS,
+    Ours,
+    Settings,
+    chosen_methods,
+    make_method,
+)
 from dpexp.benchmark.processes import Failed, Worker
 from dpexp.benchmark.workloads import workload_named
 from dpexp.config import compose, conf_dir
@@ -58,6 +68,12 @@ def test_the_lean_losses_change_no_sum(workload, method):
 @pytest.mark.parametrize("workload", ["mlp", "lstm_opacus"])
 def test_so_are_those_of_opacus_on_a_plain_network(workload, method):
     assert error_of(workload, method) < 1e-3
+
+
+def test_opacus_gets_activations_that_are_not_in_place():
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.ReLU(inplace=True), torch.nn.Linear(4, 1))
+    opacus = make_method("opacus:ghost", Settings(model, 5, 1.0, 0.0, 0.1))
+    opacus.step(lambda network: network(torch.randn(5, 3)).squeeze(1))
 
 
 @pytest.mark.parametrize(("spoil", "expected"), [(2.0, 1.0), (float("nan"), float("nan")), (0.0, 1.0)])

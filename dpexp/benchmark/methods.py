@@ -129,6 +129,10 @@ class Opacus(Method):
             "expected_batch_size": settings.batch_size,
         }
         norm = settings.clip_norm
+        # its hooks forbid activations in place, and its users are asked to set them so
+        for module in settings.model.modules():
+            if hasattr(module, "inplace"):
+                module.inplace = False
         self.optimizer: Any
         if self.ghost:
             self.network = GradSampleModuleFastGradientClipping(
