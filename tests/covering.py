@@ -8,7 +8,7 @@ from typing import Any
 
 
 def covering(*columns: Sequence[Any]) -> list[tuple[Any, ...]]:
-    """Rows in which each value of a column stands beside each value of every other one, about as many as two columns have pairs."""
+    """Rows in which each value of a column meets each of every other one: about as many as the largest two columns have pairs."""
     sizes = [range(len(column)) for column in columns]
     left = {
         ((i, a), (j, b))
