@@ -8,8 +8,6 @@ from operator import attrgetter
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from dpexp.clipping import attach
@@ -21,14 +19,17 @@ from dpexp.clipping.tapping.roots import Roots
 from dpexp.errors import UserError
 from dpexp.torch_versions import float32_settings
 from tests.clipping.cancelling import KINDS, PATTERNS, Case, Terms, case, terms
+from tests.covering import covering
 from tests.versions import needs_torch
 
 ALLOWED = 1e-6
 MATMUL = float32_settings()["matmul", "cpu"][0]
 PRECISIONS = ("float32", "medium", "bfloat16", "float16", "float64")
 LOW = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-sizes = st.sampled_from([(2, 6, 5), (8, 6, 5), (40, 6, 5), (64, 24, 16), (256, 8, 8)])
-thresholds = st.sampled_from([1e-3, 0.1, 1.0, 10.0])
+# terms, features in, features out
+Size = tuple[int, int, int]
+SIZES: list[Size] = [(2, 6, 5), (8, 6, 5), (40, 6, 5), (64, 24, 16), (256, 8, 8)]
+THRESHOLDS = (1e-3, 0.1, 1.0, 10.0)
 
 
 @contextmanager
@@ -64,64 +65,71 @@ def clipped_sum(
         return sums, clipper.thresholds.tolist()
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("engine", ENGINES)
-@settings(max_examples=12, deadline=None)
-@given(st.data())
-def test_an_example_adds_at_most_its_threshold(engine: str, precision: str, data: st.DataObject):
-    kind, pattern = data.draw(st.sampled_from(KINDS)), data.draw(st.sampled_from(PATTERNS))
-    (count, d, p), clip_norm = data.draw(sizes), data.draw(thresholds)
-    groups, seed = data.draw(st.sampled_from(["flat", "layer"])), data.draw(st.integers(0, 99))
-    scale = 1e4 * (min(clip_norm, 1.0) if precision == "float16" else clip_norm)
-    problem = case(kind, [terms(pattern, count, d, p, scale, seed)])
+def scaled(clip_norm: float, precision: str) -> float:
+    """The size of terms, ten thousand thresholds, as far as 16 bits hold it."""
+    return 1e4 * (min(clip_norm, 1.0) if precision == "float16" else clip_norm)
+
+
+def ordinary(count: int, d: int, p: int, seed: int, examples: int) -> list[Terms]:
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        Terms(*(torch.randn(count, n, generator=generator, dtype=torch.float64) for n in (d, p)))
+        for _ in range(examples)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("engine", "precision", "kind", "pattern", "size", "clip_norm", "groups", "seed"),
+    covering(list(ENGINES), PRECISIONS, KINDS, PATTERNS, SIZES, THRESHOLDS, ("flat", "layer"), range(5)),
+)
+def test_an_example_adds_at_most_its_threshold(
+    engine: str, precision: str, kind: str, pattern: str, size: Size, clip_norm: float, groups: str, seed: int
+):
+    problem = case(kind, [terms(pattern, *size, scaled(clip_norm, precision), seed)])
     found = clipped_sum(problem, slice(None), engine, groups, clip_norm, precision)
     for total, threshold in zip(*found or ([], []), strict=True):
-        assert total.norm() <= threshold * (1 + ALLOWED), (kind, pattern)
+        assert total.norm() <= threshold * (1 + ALLOWED)
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("engine", ["auto", "ghost", "fastgrad", "bk", "loop"])
-@settings(max_examples=10, deadline=None)
-@given(st.data())
-def test_among_ordinary_examples_it_adds_no_more(engine: str, precision: str, data: st.DataObject):
+@pytest.mark.parametrize(
+    ("engine", "precision", "kind", "pattern", "size", "clip_norm", "seed"),
+    covering(
+        ("auto", "ghost", "fastgrad", "bk", "loop"), PRECISIONS, KINDS, PATTERNS, SIZES, THRESHOLDS, range(5)
+    ),
+)
+def test_among_ordinary_examples_it_adds_no_more(
+    engine: str, precision: str, kind: str, pattern: str, size: Size, clip_norm: float, seed: int
+):
     """The sum with it minus the sum without it. The sums themselves are rounded: by some u times the norm of the sum."""
-    kind, pattern = data.draw(st.sampled_from(KINDS)), data.draw(st.sampled_from(PATTERNS))
-    (count, d, p), clip_norm, seed = data.draw(sizes), data.draw(thresholds), data.draw(st.integers(0, 99))
-    generator = torch.Generator().manual_seed(seed)
-    ordinary = [
-        Terms(*(torch.randn(count, n, generator=generator, dtype=torch.float64) for n in (d, p)))
-        for _ in "ab"
-    ]
-    scale = 1e4 * (min(clip_norm, 1.0) if precision == "float16" else clip_norm)
-    problem = case(kind, [*ordinary, terms(pattern, count, d, p, scale, seed)])
+    cancelling = terms(pattern, *size, scaled(clip_norm, precision), seed)
+    problem = case(kind, [*ordinary(*size, seed, 2), cancelling])
     with_it = clipped_sum(problem, slice(None), engine, "flat", clip_norm, precision)
     without = clipped_sum(problem, slice(2), engine, "flat", clip_norm, precision)
     assert with_it
     assert without
     (total,), (rest,) = with_it[0], without[0]
-    assert (total - rest).norm() <= clip_norm * (1 + 2 * ALLOWED), (kind, pattern)
+    assert (total - rest).norm() <= clip_norm * (1 + 2 * ALLOWED)
 
 
-@pytest.mark.parametrize("engine", ["auto", "onepass", "ghost", "fastgrad", "bk", "bk_mixghost"])
-@settings(max_examples=25, deadline=None)
-@given(st.data())
+@pytest.mark.parametrize(
+    ("engine", "kind", "pattern", "size", "clip_norm", "others", "scale", "seed"),
+    covering(
+        ("auto", "onepass", "ghost", "fastgrad", "bk", "bk_mixghost"),
+        KINDS, PATTERNS, SIZES, THRESHOLDS, (1, 3), (1e4, 1e7), range(5),
+    ),
+)  # fmt: skip
 def test_an_ordinary_example_moves_no_more_in_the_company_of_examples_that_cancel(
-    engine: str, data: st.DataObject
+    engine: str, kind: str, pattern: str, size: Size, clip_norm: float, others: int, scale: float, seed: int
 ):
     """Whoever chose all the others could make their rounding errors depend on it: huge terms in one product with its own."""
-    kind, pattern = data.draw(st.sampled_from(KINDS)), data.draw(st.sampled_from(PATTERNS))
-    (count, d, p), clip_norm, seed = data.draw(sizes), data.draw(thresholds), data.draw(st.integers(0, 99))
-    generator = torch.Generator().manual_seed(seed)
-    ordinary = Terms(*(torch.randn(count, n, generator=generator, dtype=torch.float64) for n in (d, p)))
-    others, scale = data.draw(st.sampled_from([1, 3])), data.draw(st.sampled_from([1e4, 1e7]))
-    company = [terms(pattern, count, d, p, scale * clip_norm, seed + k) for k in range(others)]
-    problem = case(kind, [*company, ordinary])
+    company = [terms(pattern, *size, scale * clip_norm, seed + k) for k in range(others)]
+    problem = case(kind, [*company, *ordinary(*size, seed, 1)])
     with_it = clipped_sum(problem, slice(None), engine, "flat", clip_norm, "float32")
     without = clipped_sum(problem, slice(others), engine, "flat", clip_norm, "float32")
     assert with_it
     assert without
     (total,), (rest,) = with_it[0], without[0]
-    assert (total - rest).norm() <= clip_norm * (1 + 10 * IN_COMPANY), (kind, pattern)
+    assert (total - rest).norm() <= clip_norm * (1 + 10 * IN_COMPANY)
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)

@@ -1,5 +1,6 @@
 """A multirun: every job is a row, failed or not, in one process or several; an interrupted one goes on where it stopped."""
 
+import importlib
 import json
 import os
 import signal
@@ -50,9 +51,16 @@ main()
 
 
 def call(folder, *arguments):
+    def before():
+        os.environ["COLUMNS"] = "160"
+        if "hydra/launcher=joblib" in arguments:
+            # its processes are forks, and need not import everything again
+            importlib.import_module("joblib.externals.loky.backend.context").set_start_method(
+                "fork", force=True
+            )
+
     (folder / "script.py").write_text(SCRIPT)
-    words = ["task=sst2", "clip=flat", *arguments]
-    return called(folder / "script.py", *words, cwd=folder, before=partial(os.environ.update, COLUMNS="160"))
+    return called(folder / "script.py", "task=sst2", "clip=flat", *arguments, cwd=folder, before=before)
 
 
 @pytest.mark.parametrize("launcher", ["basic", "joblib"])

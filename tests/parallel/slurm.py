@@ -4,8 +4,10 @@ A job's script is run again when it ends, where it has asked for that. STANDS_IN
 ``JOB.pids`` has the tasks, and ``JOB.turns`` says how often it was begun.
 """
 
+import importlib
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -58,7 +60,9 @@ def turns(script: str) -> None:
 
 
 def srun(*arguments: str) -> None:
-    """Start the tasks of a job, and wait for them."""
+    """Start the tasks of a job, and wait for them. They are forks of this process, which imports the libraries once for all."""
+    for name in ("dpexp.train", "submitit.core._submit", "torch._dynamo", "torch.distributed"):
+        importlib.import_module(name)
     command, number, files = list(arguments), os.environ["SLURM_JOB_ID"], {}
     while command[0].startswith("--"):
         option = command.pop(0)
@@ -68,10 +72,30 @@ def srun(*arguments: str) -> None:
     for rank in map(str, range(int(os.environ["SLURM_NTASKS"]))):
         own = {"SLURM_PROCID": rank, "SLURM_LOCALID": rank, "SLURM_NODEID": "0"}
         names = [files[name].replace("%j", number).replace("%t", rank) for name in ("output", "error")]
-        with open(names[0], "a") as out, open(names[1], "a") as error:
-            tasks.append(subprocess.Popen(command, env=os.environ | own, stdout=out, stderr=error))
-    (FOLDER / f"{number}.pids").write_text(" ".join(str(task.pid) for task in tasks), encoding="utf-8")
-    sys.exit(max(abs(task.wait()) for task in tasks))
+        tasks.append(forked(command, own, names))
+    (FOLDER / f"{number}.pids").write_text(" ".join(map(str, tasks)), encoding="utf-8")
+    sys.exit(max(abs(os.waitstatus_to_exitcode(os.waitpid(task, 0)[1])) for task in tasks))
+
+
+def forked(command: list[str], own: dict[str, str], names: list[str]) -> int:
+    """Do ``python -u -m MODULE WORDS`` in a fork of this process, with files for what it prints; returns the fork's number."""
+    if pid := os.fork():
+        return pid
+    status: object = 1
+    try:
+        os.environ |= own
+        for number, name in enumerate(names, 1):
+            os.dup2(os.open(name, os.O_WRONLY | os.O_APPEND | os.O_CREAT), number)
+        sys.argv = command[command.index("-m") + 1 :]
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+        status = 0
+    except SystemExit as stop:
+        status = stop.code
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # no destructors of a forked interpreter
+        os._exit(status if isinstance(status, int) else int(status is not None))
 
 
 def scontrol(what: str, number: str) -> None:
