@@ -173,11 +173,12 @@ class Recorder:
 
     def known_role(self, key: str) -> str | None:
         """Return what was decided of an operation in this pass or before; None where it was never seen."""
-        role = self.roles.get(key)
-        if role is None and self.visiting is not None:
-            # a recomputation of a pass that was watched
-            role = next((p.roles[key] for p in self.visiting.passes if key in p.roles), None)
-        return role
+        if self.visiting is not None:
+            # a recomputation of a pass that was watched, where another role may have been found than before
+            for owner in self.visiting.passes:
+                if key in owner.roles:
+                    return owner.roles[key]
+        return self.roles.get(key)
 
     def place(self, key: str) -> tuple[str, int]:
         """Return the key of a use: the place in the model, and which of the uses there this is in the pass."""
