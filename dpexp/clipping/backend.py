@@ -109,6 +109,8 @@ class TapBackend(Backend):
         self.recorder.quiet = looking
         if looking:
             return
+        # what nobody back-propagates is forgotten with its graph
+        self.recorder.loose = None
         if torch.is_grad_enabled():
             known = self.survey.knows(given.rows // self.rows_per_example)
             self.recorder.open(given, watch=not known)

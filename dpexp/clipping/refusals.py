@@ -180,7 +180,8 @@ def refuse_couplings(model: nn.Module) -> None:
     for name, param in model.named_parameters():
         if param.requires_grad and not param.is_floating_point():
             raise UserError(
-                f"{name} has dtype {param.dtype}; only real floating-point parameters can be clipped"
+                f"{name} has dtype {param.dtype}; only real floating-point parameters can be clipped: hold complex numbers as "
+                "real ones [..., 2], and take torch.view_as_complex of them in the forward"
             )
         kind = type(param.data)
         # shards are another matter, see `sharding`

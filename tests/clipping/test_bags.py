@@ -147,6 +147,27 @@ def test_bags_of_several_tables_are_told_apart_however_short(lengths: list[list[
     assert stacked or clipper.notes == []
 
 
+@pytest.mark.parametrize(
+    ("named", "ids"),
+    [
+        ("begins", [[0], [5, 2]]),
+        ("begins", [[0, 5], [5]]),
+        ("begins", [[6], [0, 1]]),
+        ("offsets", [[0], [0, 3]]),
+    ],
+)
+def test_ids_of_a_single_example_are_not_taken_for_where_bags_begin(named: str, ids: list[list[int]]) -> None:
+    class Apart(Tables):
+        def forward(self, numbers: Tensor, **parts: Tensor) -> Tensor:
+            given = [[parts[f"{name}{i}"] for i in range(2)] for name in ("ids", named)]
+            return super().forward(numbers, *given)
+
+    batch = {f"{named}{i}": torch.zeros(1, dtype=torch.long) for i in range(2)}
+    batch |= {f"ids{i}": torch.tensor(own) for i, own in enumerate(ids)}
+    model = Apart()
+    attach(model).backward(losses_of(model, {"numbers": torch.rand(1, 1)} | batch))
+
+
 def test_bags_that_take_ids_of_their_neighbours_are_refused() -> None:
     class Shifted(Tables):
         def forward(self, numbers: Tensor, ids: list[Tensor], begins: list[Tensor]) -> Tensor:

@@ -18,6 +18,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
 from dpexp.clipping import attach
+from dpexp.clipping.backend import TapBackend
 from dpexp.clipping.engines import ENGINES
 from dpexp.clipping.methods.coordinates import Coordinates
 from dpexp.clipping.methods.local_training import LocalClipper
@@ -245,6 +246,16 @@ def test_several_forwards_before_their_backwards_and_forwards_that_are_dropped()
         clipper.detach()
 
 
+def test_parts_that_run_alone_and_are_dropped_leave_nothing_behind() -> None:
+    model, x = mlp(), torch.randn(4, D, dtype=torch.float64)
+    clipper = attach(model)
+    for _ in range(3):
+        model[0](x)
+        clipper.backward(model(x).square().sum(1))
+        assert isinstance(clipper._backend, TapBackend)
+        assert len(clipper._backend.recorder.alive) == 0
+
+
 def test_a_forward_that_still_waits_decides_nothing_for_another_one() -> None:
     """Its inputs look like a batch of 3, too, the channels being 3; what it never back-propagates is not to be learnt from."""
     model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.Tanh(), nn.Flatten(), nn.Linear(64, 5)).double()
@@ -325,6 +336,7 @@ def test_a_weight_that_is_taken_out_of_its_module_after_attach_is_named(change: 
         nn.Sequential(nn.Embedding(5, D, max_norm=1.0)),
         nn.Sequential(nn.Embedding(5, D, scale_grad_by_freq=True)),
         nn.Linear(D, D).requires_grad_(False),
+        nn.ParameterList([nn.Parameter(torch.ones(D, dtype=torch.complex64))]),
         nn.ParameterList([nn.Parameter(TwoTensor(torch.ones(D), torch.ones(D)))]),
     ],
 )

@@ -95,6 +95,14 @@ def time_first(self: Any, x: Tensor) -> Tensor:
     return self.out(torch.tanh(h)).transpose(0, 1)
 
 
+def like_the_batch(self: Any, x: Tensor) -> Tensor:
+    """Values in the shape of rows that are written to afterwards, with the batch in front and behind."""
+    h = self.first(x)
+    h[:, 0].copy_(self.scale.expand_as(h[:, 0]))
+    turned = h.transpose(0, 1) * self.shift.expand_as(h.transpose(0, 1))
+    return self.out(turned.transpose(0, 1) + self.scale.view_as(x[0, 0]))
+
+
 def repeated(self: Any, x: Tensor) -> Tensor:
     """A table of two heads beside those of each example, as disentangled attention has it; and a weight made of equal parts."""
     h = self.first(x).unflatten(-1, (2, WIDTH // 2)).transpose(1, 2).flatten(0, 1)
@@ -116,6 +124,7 @@ USES: dict[str, nn.Module] = {
     "identity": own(identity, scale=(D,)),
     "time first": own(time_first, positions=(LENGTH + 1, 1, D), gates=(LENGTH // 2, 1, 1)),
     "repeated": own(repeated, table=(5, D), third=(3, 5)),
+    "like the batch": own(like_the_batch, scale=(D,), shift=(D,)),
     "constant statistics": own(frozen_norm, 2, scale=(D,), shift=(D,)),
 }
 

@@ -221,6 +221,21 @@ class Branching(nn.Module):
         return self.out(torch.cond(torch.tensor(True), torch.sin, torch.cos, (self.inner(x),)))
 
 
+class MaskedAndRecomputed(nn.Module):
+    """A weight with a constant mask, which has as many rows as the first batch, in a part that is computed again; rows that are
+    picked have every forward watched."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.out = nn.Parameter(torch.randn(WIDTH, WIDTH)), nn.Linear(WIDTH, 2)
+        self.register_buffer("mask", torch.rand(WIDTH, WIDTH).round())
+
+    def forward(self, x: Tensor) -> Tensor:
+        masked = lambda y: torch.tanh(F.linear(y, self.weight * self.mask))  # noqa: E731
+        order = x[:, 0].argsort()
+        return self.out(checkpoint(masked, x[order], use_reentrant=False))[order.argsort()]
+
+
 class Flexible(nn.Module):
     """Attention that compiles its own score, over features that do not train: on a CPU it has no gradient."""
 
@@ -256,6 +271,11 @@ CASES: dict[str, tuple[Any, list[Callable[[], dict[str, Tensor]]], Losses]] = {
         square,
     ),
     "a branch": (Branching, [lambda: rows(3)] * 2, square),
+    "a masked weight, computed again": (
+        MaskedAndRecomputed,
+        [lambda n=n: rows(n) for n in (WIDTH, 3, 2)],
+        square,
+    ),
     "flexible attention": (Flexible, [lambda: rows(3, 5)] * 2, square),
     "sorting": (
         Sorted,

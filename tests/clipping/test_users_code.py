@@ -635,6 +635,37 @@ def test_a_parameter_is_the_same_for_who_asks_about_it() -> None:
     assert bool(model.scale.grad.any())
 
 
+class Overwrites(nn.Module):
+    """Writes to what a function was given that keeps less of it than a clipper does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.shift = nn.Linear(D, D), nn.Parameter(torch.randn(D, D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        y = torch.baddbmm(self.shift, h[:, :, None], x[:, None, :])
+        return y.flatten(1) + h.zero_().repeat(1, D)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_what_a_model_writes_to_is_left_to_autograd_from_the_next_forward_on(engine: str) -> None:
+    torch.manual_seed(0)
+    exact_in_company(Overwrites(), [rows(3), rows(2), rows(1), rows(3)], engine, patient=True)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_class_hears_of_no_subclass_while_a_clipper_is_attached(engine: str) -> None:
+    known = []
+
+    class Registered(nn.Linear):
+        def __init_subclass__(cls, *, name: str) -> None:
+            known.append(name)
+
+    exact_in_company(nn.Sequential(Registered(D, D), nn.Tanh()), [rows(3), rows(2)], engine, positional)
+    assert known == []
+
+
 class Gated(nn.Module):
     """Time first, as long as the batch, and behind a gate that is closed at first."""
 

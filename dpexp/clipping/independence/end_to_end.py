@@ -164,7 +164,8 @@ def ends_of(parts: Sequence[tuple[str, Any]], count: int, bags: bool = False) ->
 
 
 def _begins(named: Sequence[tuple[str, Tensor]], count: int) -> list[tuple[str, Tensor]]:
-    """What may be offsets, ``[B]``, ``[B + 1]`` or such of several tables: of a list of that name all tensors, or none."""
+    """What may be offsets, ``[B]``, ``[B + 1]`` or such of several tables: of a list, or of names that differ in digits, all or
+    none; and where some are called so, no others."""
 
     def rises(part: Tensor) -> bool:
         shaped = part.dim() < 3 and part.shape[-1] in (count, count + 1) and part.numel()
@@ -172,9 +173,12 @@ def _begins(named: Sequence[tuple[str, Tensor]], count: int) -> list[tuple[str, 
             shaped and _is_whole(part) and (part[..., 0] == 0).all() and (part.diff(dim=-1) >= 0).all()
         )
 
-    others = {name for name, part in named if name and not rises(part)}
-    found = [(name, part) for name, part in named if name not in others and rises(part)]
-    return sorted(found, key=lambda own: not any(word in own[0] for word in POINTERS))
+    def without_digits(name: str) -> str:
+        return name.strip("_0123456789")
+
+    others = {without_digits(name) for name, part in named if not rises(part)} - {""}
+    found = [(name, part) for name, part in named if without_digits(name) not in others and rises(part)]
+    return [own for own in found if any(word in own[0] for word in POINTERS)] or found
 
 
 def _bags(part: Tensor, named: Sequence[tuple[str, Tensor]], count: int, found: list[Ends]) -> list[Ends]:

@@ -18,9 +18,8 @@ from dpexp.clipping.gradients.memory import give_back_freed_memory
 from dpexp.clipping.survey import layouts
 from dpexp.clipping.survey.formula_check import formula_is_right
 from dpexp.clipping.survey.observed import FRONT, Observed, apart, views
-from dpexp.clipping.tapping.meeting import NATIVE, SHARED
 from dpexp.clipping.tapping.taps import Visit
-from dpexp.clipping.tapping.uses import ForwardPass, Use
+from dpexp.clipping.tapping.uses import NATIVE, SHARED, ForwardPass, Use
 from dpexp.errors import LateError, UserError
 
 MIXED = (

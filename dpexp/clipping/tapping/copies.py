@@ -35,7 +35,8 @@ def expansion(call: Call) -> Tensor | None:
     copied = [one != other for one, other in zip(base, y.shape, strict=False)]
     if y.dim() < leaf.dim() or any(c and one != 1 for c, one in zip(copied, base, strict=True)):
         return None
-    if base[0] == 1 and y.shape[0] % rows == 0:
+    behind = leaf.dim() < y.dim() > 1 and y.shape[1] == rows and base[1] == 1
+    if base[0] == 1 and (y.shape[0] % rows == 0 or behind):
         return _tap_copies(call, y, met[0])
     if leaf.dim() == y.dim() > 1 and y.shape[1] == rows and base[1] == 1 and sum(copied) <= 1:
         # [L, 1, d] to [L, B, d], as recurrent layers want their first states: with the batch in front, and turned back

@@ -86,8 +86,8 @@ JOINING = {
     "dstack",
     "pad_sequence",
 }
-# of their second argument they read what kind of numbers it has, and nothing else
-KINDS = (Tensor.to, Tensor.type_as)
+# of their second argument they read what kind of numbers it has, or its shape, and nothing else
+KINDS = (Tensor.to, Tensor.type_as, Tensor.expand_as, Tensor.view_as, Tensor.reshape_as)
 # Operations after which a row may be that of several examples, each of which reads it alone.
 SHARING = {"unique", "unique_consecutive"}
 # rows that a shuffle leaves in their order once in 40,000 times

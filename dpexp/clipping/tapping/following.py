@@ -24,8 +24,8 @@ from dpexp.clipping.compiling import uncompiled
 from dpexp.clipping.refusals import STRIDED
 from dpexp.clipping.tapping import copies, meeting
 from dpexp.clipping.tapping.dataflow import KINDS, in_place
-from dpexp.clipping.tapping.meeting import DERIVE, NATIVE, SHARED, USE
 from dpexp.clipping.tapping.taps import Recorder
+from dpexp.clipping.tapping.uses import DERIVE, NATIVE, PLAIN, SHARED, USE
 from dpexp.clipping.tapping.values import Call, operation_key
 from dpexp.errors import UserError
 
@@ -148,7 +148,7 @@ def _meet(call: Call, tensors: list[Tensor]) -> Any:
     """Compute an operation on followed values; NotImplemented where it is left to ordinary autograd."""
     recorder, func, values = call.recorder, call.func, call.values
     if func in KINDS and call.args[0] is not values[0]:
-        # numbers of the batch, of the weight's kind
+        # numbers of the batch, of the weight's kind or shape
         return NotImplemented
     call.others = [t for t in tensors if func not in KINDS and not any(t is value for value in values)]
     role = recorder.known_role(call.key)
@@ -156,7 +156,7 @@ def _meet(call: Call, tensors: list[Tensor]) -> Any:
         # a layer that is given an identity matrix beside the batch (DoRA): the number of dimensions may tell which is which
         call.key += f"~{','.join(str(t.dim()) for t in call.others)}"
         role = recorder.known_role(call.key)
-    if role is None or (recorder.flow is not None and role != NATIVE):
+    if role is None or (recorder.flow is not None and role not in (NATIVE, PLAIN)):
         role = _role(recorder, call.others)
         if recorder.current is not None and recorder.flow is not None:
             before = recorder.current.roles.setdefault(call.key, role)
@@ -168,7 +168,8 @@ def _meet(call: Call, tensors: list[Tensor]) -> Any:
             if result is not None:
                 return result
         return _derive(call)
-    if len(role) != len(USE) + len(call.others) or any(value.changed for value in values):
+    planned = role.startswith(USE) and len(role) == len(USE) + len(call.others)
+    if not planned or any(value.changed for value in values):
         return NotImplemented
     if in_place(func) and any(call.args[0] is value for value in values):
         # the batch goes into it: no value of parameters alone any more

@@ -11,18 +11,9 @@ from torch import Tensor
 from dpexp.clipping.operations import ANY_FUNCTION, FORMULAS, spreads
 from dpexp.clipping.tapping.copies import spread
 from dpexp.clipping.tapping.dataflow import in_place
-from dpexp.clipping.tapping.uses import Slot, Template, Use, Value, ValueSlot, in_autocast, kind_of
+from dpexp.clipping.tapping.uses import USE, Slot, Template, Use, Value, ValueSlot, in_autocast, kind_of
 from dpexp.clipping.tapping.values import Call, has_rows, names_of, origin, values_of
 from dpexp.errors import UserError
-
-# Roles of an operation on followed values. USE is followed by a digit for every other tensor: 1 for one of the batch.
-USE = "use"
-# a function of parameters; copies of a value, one for each row of the batch, are a use all the same
-DERIVE = "derive"
-# a function of parameters, also where its result looks like one row for each example
-SHARED = "shared"
-# left to ordinary autograd: now one, now the other, in places that have the same name
-NATIVE = "native"
 
 INNER = (
     "the forward asks autograd for the gradient of {name} (torch.autograd.grad: a step of an inner loop), which no tap lets "

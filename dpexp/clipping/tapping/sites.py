@@ -80,8 +80,7 @@ def uninstall(module: nn.Module) -> None:
 
 def native_class(module: nn.Module) -> type[nn.Module]:
     """Return the class of the module without a clipper."""
-    cls = type(module)
-    return cls.__mro__[1] if getattr(cls, "_dpexp_swapped", False) else cls
+    return getattr(type(module), "_dpexp_native", type(module))
 
 
 _swapped_classes: dict[tuple[type, tuple[str, ...], bool], type] = {}
@@ -98,13 +97,17 @@ def swapped_class(cls: type[nn.Module], params: tuple[str, ...], with_forward: b
     key = (cls, params, with_forward)
     if key not in _swapped_classes:
         body: dict[str, Any] = {local: property(_reader(local), _writer(local)) for local in params}
-        body |= {"_dpexp_swapped": True, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
+        body |= {"_dpexp_native": cls, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
         body["__reduce_ex__"] = _reduce
         if with_forward:
             body["forward"] = _forward
         if not hasattr(cls, "__deepcopy__"):
             body["__deepcopy__"] = _deepcopy
-        _swapped_classes[key] = type(cls.__name__, (cls,), body)
+        kind: Any = type(cls)
+        # an author's `__init_subclass__` is not to hear of it: it belongs in no registry, and has no keywords
+        heard = hasattr(cls.__init_subclass__, "__func__")
+        _swapped_classes[key] = made = kind(cls.__name__, (nn.Module if heard else cls,), body)
+        made.__bases__ = (cls,)
     return _swapped_classes[key]
 
 

@@ -24,7 +24,7 @@ from dpexp.clipping.sharding import Shards
 from dpexp.clipping.tapping.dataflow import DataFlow, Entered, tensors_in
 from dpexp.clipping.tapping.donation import donating, used_again
 from dpexp.clipping.tapping.roots import NodeKey, Roots, node_key
-from dpexp.clipping.tapping.uses import ForwardPass, Template, Use
+from dpexp.clipping.tapping.uses import PLAIN, ForwardPass, Template, Use
 from dpexp.errors import LateError, UserError
 
 REENTRANT = (
@@ -51,6 +51,11 @@ NESTED = (
 SPENT = (
     "these losses, or others of the same forward, were back-propagated before, and what their graph held is freed: add the "
     "losses of each example, and call backward once for each forward"
+)
+
+OVERWRITTEN = (
+    "was given a tensor that the model writes to later on. Ordinary autograd, which may need less of it, carries the gradient "
+    "from now on: run this step again"
 )
 
 OnUse = Callable[[ForwardPass, Use, tuple[Tensor, ...], Tensor], None]
@@ -168,11 +173,12 @@ class Recorder:
 
     def known_role(self, key: str) -> str | None:
         """Return what was decided of an operation in this pass or before; None where it was never seen."""
-        role = self.roles.get(key)
-        if role is None and self.visiting is not None:
-            # a recomputation of a pass that was watched
-            role = next((p.roles[key] for p in self.visiting.passes if key in p.roles), None)
-        return role
+        if self.visiting is not None:
+            # a recomputation of a pass that was watched, where another role may have been found than before
+            for owner in self.visiting.passes:
+                if key in owner.roles:
+                    return owner.roles[key]
+        return self.roles.get(key)
 
     def place(self, key: str) -> tuple[str, int]:
         """Return the key of a use: the place in the model, and which of the uses there this is in the pass."""
@@ -411,7 +417,7 @@ class Tap(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gy: Tensor | None) -> Any:
-        saved = ctx.saved_tensors
+        saved = _saved(ctx)
         visit = ctx.recorder.visiting
         if visit is None:
             if not torch.is_grad_enabled() and not ctx.recorder.asked():
@@ -433,6 +439,21 @@ class Tap(torch.autograd.Function):
         if gy is not None:
             visit.arrive(ctx.owner, ctx.use, saved, gy)
         return (gy,) + (None,) * (4 + ctx.num_saved)
+
+
+def _saved(ctx: Any) -> tuple[Tensor, ...]:
+    """What a tap has saved. Of a function of which nothing is known, that is every tensor that it was given.
+
+    Raises:
+        LateError: the model has written to one of these.
+    """
+    try:
+        return cast(tuple[Tensor, ...], ctx.saved_tensors)
+    except RuntimeError as error:
+        if ctx.use.formula.label is not None or "inplace operation" not in str(error):
+            raise
+        ctx.recorder.roles[ctx.use.place[0]] = PLAIN
+        raise LateError(f"{ctx.use.owner} ({ctx.use.label}) {OVERWRITTEN}") from error
 
 
 # of the nodes of a graph, those that a tap has put there

@@ -13,6 +13,17 @@ from dpexp.clipping.gradients import Grouped, Outer, PerExampleGradient, Pulled,
 from dpexp.clipping.gradients.numerics import by_example
 from dpexp.clipping.tapping.dataflow import NONE, Sizes
 
+# Roles of an operation on followed values. USE is followed by a digit for every other tensor: 1 for one of the batch.
+USE = "use"
+# a function of parameters; copies of a value, one for each row of the batch, are a use all the same
+DERIVE = "derive"
+# a function of parameters, also where its result looks like one row for each example
+SHARED = "shared"
+# now one, now the other, in places that have the same name
+NATIVE = "native"
+# left to ordinary autograd
+PLAIN = "plain"
+
 
 class Slot(int):
     """Where a tensor that is none of the values stands: among the saved ones, or counted from -1 on, among the rest."""
