@@ -142,6 +142,10 @@ def unread(run: RunConfig) -> Iterator[tuple[str, str, tuple[Any, ...]]]:
         if not (bool(value) if wanted is GIVEN else value in wanted):
             for setting in settings.split():
                 yield setting, chooser, wanted
+    clip = run.clip
+    # one group has all of the noise, however it is shared out; an embedding and the rest are two
+    if clip.groups == "flat" and clip.method != "embedding":
+        yield "clip.allocation", "clip.groups", ("layer", "block", "device")
 
 
 def neutralise(run: RunConfig) -> None:
