@@ -75,12 +75,13 @@ _AT_MOST = {
 }
 
 
-def check(run: RunConfig, given: Mapping[str, str] = MappingProxyType({})) -> None:
+def check(run: RunConfig, given: Mapping[str, str] = MappingProxyType({}), *, of_grid: bool = False) -> None:
     """Raise one `UserError` that lists every problem of a run's settings; return when there is none.
 
     Args:
         run: the settings.
-        given: those that a command typed, which have to do something.
+        given: those that a command typed, which have to do something, and must not contradict each other.
+        of_grid: whether it is one job of several, which share what is typed: what does nothing here is meant for others.
     """
     # what the other checks compute with
     problems = list(value_problems(run)) or [
@@ -91,7 +92,8 @@ def check(run: RunConfig, given: Mapping[str, str] = MappingProxyType({})) -> No
         *_length(run),
         *prompt_problems(run),
         *_parallel(run),
-        *given_for_nothing(run, given),
+        *_budget_twice(run, given),
+        *([] if of_grid else given_for_nothing(run, given)),
     ]
     if len(problems) == 1:
         raise UserError(problems[0])
@@ -268,6 +270,18 @@ def _privacy(run: RunConfig) -> Iterator[str]:
         yield f"accountant={run.accountant.name} knows nothing of batches of a fixed size: use accountant=rdp, or Poisson batches"
     if run.trials_law is not None and run.trials_law not in TRIALS_LAWS:
         yield f"trials_law={run.trials_law} is not a choice{did_you_mean(run.trials_law, TRIALS_LAWS)}"
+
+
+def _budget_twice(run: RunConfig, given: Mapping[str, str]) -> Iterator[str]:
+    """Name a number for the noise that is typed beside a choice of privacy= that says another one, or none at all."""
+    choice = given.get("privacy", "")
+    others = {"none": ("epsilon", "noise_multiplier"), "noise": ("epsilon",)}
+    if re.fullmatch(r"eps\d+", choice):
+        others[choice] = ("epsilon",)
+    for name in others.get(choice, ()) if run.clip.private else ():
+        value, key = getattr(run.privacy, name), f"privacy.{name}"
+        if key in given and value is not None and choice != f"eps{value:g}":
+            yield f"privacy={choice} and {key}={given[key]} say two things of the noise: leave one of them out"
 
 
 def _length(run: RunConfig) -> Iterator[str]:

@@ -50,6 +50,22 @@ def _borrowed_rate(settings: Any, overrides: Sequence[str], config_name: str, sc
     )
 
 
+def _unread_threshold(settings: Any, given: Sequence[str]) -> str:
+    """Say where the command gives a C that adaptive thresholds neither begin with nor keep; else nothing.
+
+    No refusal: a list of methods gives one C to all of them.
+    """
+    if not isinstance(settings, RunConfig) or not any(word.startswith("clip.clip_norm=") for word in given):
+        return ""
+    clip = settings.clip
+    if not clip.adaptive or clip.rescale or clip.init_threshold in (None, clip.clip_norm):
+        return ""
+    return (
+        f"clip.clip_norm={clip.clip_norm:g} does nothing with clip={clip.name}: its thresholds begin at "
+        f"clip.init_threshold={clip.init_threshold:g} and adapt. Give that, or clip.init_threshold=null to begin with C"
+    )
+
+
 def _overruled(settings: Any, overrides: Sequence[str]) -> str:
     """Say where a person's own file of a choice sets what the task at its scale sets otherwise; else nothing."""
     given = dict(override.partition("=")[::2] for override in overrides)
@@ -101,10 +117,13 @@ def hydra_entry(
             try:
                 of_grid = current.mode == RunMode.MULTIRUN
                 settings = resolve(cfg, overrides, schema, config_name, of_grid)
-                if note := _borrowed_rate(settings, overrides, config_name, schema) or _overruled(
-                    settings, overrides
+                for note in (
+                    _borrowed_rate(settings, overrides, config_name, schema),
+                    _overruled(settings, overrides),
+                    _unread_threshold(settings, overrides),
                 ):
-                    print(f"note: {note}", file=sys.stderr)
+                    if note:
+                        print(f"note: {note}", file=sys.stderr)
                 return function(settings)
             except Exception as error:
                 told = error if isinstance(error, UserError) else disk_error(error) or memory_error(error)

@@ -11,13 +11,15 @@ from dpexp.privacy.schedules import ADAPTIVE, SCHEDULES, Schedule
 from dpexp.schemas import RunConfig
 from dpexp.schemas.choices import FILTERS
 
+# what of a model falls as it gets better
+LOSSES = ("loss", "nll", "perplexity")
 # by the last word of a method's name
 GROUPS = {"flat": "flat", "perlayer": "layer", "perblock": "block", "perdevice": "device"}
 
 
 def method_problems(run: RunConfig) -> Iterator[str]:
     """Name every problem of the methods that a run combines, each in one sentence that ends with the way out."""
-    for check in (_schedule, _individual, _growth, _search, _clipping, _analysis):
+    for check in (_schedule, _scores, _individual, _growth, _search, _clipping, _analysis):
         yield from check(run)
 
 
@@ -39,6 +41,22 @@ def _schedule(run: RunConfig) -> Iterator[str]:
             yield f"{name} reads the noisy gradients as they are released: use clip=flat or the like, and no filter as optim="
         if name.endswith("released") and run.peft.name == "rgp":
             yield f"{name} reads the noisy gradients after a step, which peft=rgp drops: choose another peft"
+
+
+def _scores(run: RunConfig) -> Iterator[str]:
+    """Ask it of what goes by the score on dev."""
+    task, validates = run.task, run.schedule.name == "validation"
+    if validates and task.kind == "generation":
+        yield (
+            f"schedule=validation goes by the score on dev, and task={task.name} measures its texts at the end alone: choose a "
+            "schedule that is fixed beforehand"
+        )
+    for what, used in (
+        ("optim.keep_best_every", run.optim.keep_best_every),
+        ("schedule=validation", validates),
+    ):
+        if used and task.metric in LOSSES:
+            yield f"{what} takes more of task.metric={task.metric} for better: name a metric that rises as a model gets better"
 
 
 def _individual(run: RunConfig) -> Iterator[str]:
@@ -140,6 +158,12 @@ def _clipping(run: RunConfig) -> Iterator[str]:
         yield (
             f"clip={clip.name} has clip.groups={said}, and with clip.groups={clip.groups} its record would name another method: "
             "choose the clip that is named like its groups (clip=perlayer), or give yours a name (clip.name=mine)"
+        )
+    fixed = clip.name.removeprefix("adaptive_")
+    if fixed in GROUPS and clip.adaptive != (fixed != clip.name):
+        yield (
+            f"clip={clip.name} and clip.adaptive={str(clip.adaptive).lower()}: its record would name another method; choose "
+            f"clip={'adaptive_' * clip.adaptive}{fixed}, or give yours a name (clip.name=mine)"
         )
     if not clip.private and clip.adaptive:
         yield "clip.adaptive=true spends privacy budget on quantiles, and this run has none: use a private clip"

@@ -70,7 +70,7 @@ def resolve(
         neutralise(settings)
         if settings.data.cache:
             settings.data.cache = os.path.expanduser(settings.data.cache)
-        check(settings, {} if of_grid else given)
+        check(settings, given, of_grid=of_grid)
     return settings
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from operator import attrgetter
 from typing import Any
 
-from dpexp.privacy.schedules import SCHEDULES
+from dpexp.privacy.schedules import ADAPTIVE, SCHEDULES
 from dpexp.schemas import CHOICES, RunConfig
 from dpexp.schemas.choices import FILTERS, HUGGING_FACE
 
@@ -20,11 +20,17 @@ GIVEN = ("…",)
 _TEXTS = ("text_classification", "text_infilling", "custom")
 _ALL_TEXTS = (*_TEXTS, "generation")
 _ONE = {name: takes for name, (_, takes) in SCHEDULES.items()}
+_FIXED = tuple(name for name, takes in _ONE.items() if takes and name not in ADAPTIVE)
 
 # a setting, those of its values under which others are read, and the others; "optim" is the optimiser that moves the weights
 READ: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     # trials stay: the record says of a run without privacy, too, from how many it was chosen
-    ("clip.private", (True,), "privacy.secure privacy.delta schedule.name accountant.name accountant.allow_clt trials_law"),
+    (
+        "clip.private",
+        (True,),
+        "privacy.secure privacy.delta schedule.name accountant.name accountant.allow_clt trials_law clip.groups clip.clip_norm "
+        "clip.rule clip.method clip.allocation",
+    ),
     ("clip.groups", ("device",), "clip.devices"),
     (
         "clip.adaptive",
@@ -47,7 +53,7 @@ READ: tuple[tuple[str, tuple[Any, ...], str], ...] = (
         ("schedule.name", tuple(name for name, takes in _ONE.items() if parameter in takes), f"schedule.{parameter}")
         for parameter in dict.fromkeys(parameter for takes in _ONE.values() for parameter in takes)
     ),
-    ("schedule.name", tuple(name for name, takes in _ONE.items() if takes), "schedule.updates_per_epoch"),
+    ("schedule.name", _FIXED, "schedule.updates_per_epoch"),
     ("unit.name", ("user",), "unit.num_users unit.rows"),
     ("unit.size", (0,), "unit.num_users"),
     (
@@ -142,6 +148,10 @@ def unread(run: RunConfig) -> Iterator[tuple[str, str, tuple[Any, ...]]]:
         if not (bool(value) if wanted is GIVEN else value in wanted):
             for setting in settings.split():
                 yield setting, chooser, wanted
+    clip = run.clip
+    # one group has all of the noise, however it is shared out; an embedding and the rest are two
+    if clip.groups == "flat" and clip.method != "embedding":
+        yield "clip.allocation", "clip.groups", ("layer", "block", "device")
 
 
 def neutralise(run: RunConfig) -> None:

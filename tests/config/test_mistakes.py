@@ -133,9 +133,23 @@ def test_the_laws_of_trials_are_those_that_have_a_price():
     ("settings", "words"),
     [
         (["clip=nonprivate", "privacy=eps3"], "clip=nonprivate adds no noise"),
+        *(
+            (["clip=flat", *words], f"{words[0]} and {words[1]} say two things of the noise")
+            for words in (
+                ["privacy=none", "privacy.epsilon=8"],
+                ["privacy=none", "privacy.noise_multiplier=1"],
+                ["privacy=noise", "privacy.epsilon=8"],
+                ["privacy=eps3", "privacy.epsilon=8"],
+            )
+        ),
         (["clip=nonprivate", "clip.adaptive=true"], "use a private clip"),
         (["clip=flat", "clip.private=false"], "adds no noise"),
         (["clip=flat", "clip.groups=layer"], "its record would name another method"),
+        (
+            ["clip=perlayer", "clip.adaptive=true", "clip.quantile_budget=0.1"],
+            "choose clip=adaptive_perlayer",
+        ),
+        (["clip=adaptive_flat", "clip.adaptive=false"], "choose clip=flat"),
         (["clip=flat", "peft=lora", "model.trainable=bias"], "both say which parameters train"),
         (["clip=flat", "peft=lora", "peft.rank=0"], "peft.rank=0 must be 1 or more"),
         (["clip=flat", "peft=top2", "peft.blocks=0"], "peft.blocks=0 must be 1 or more"),
@@ -155,9 +169,22 @@ def test_settings_that_contradict_each_other(settings, words):
         compose(["task=sst2", *settings])
 
 
+def test_a_choice_and_a_number_that_say_the_same_of_the_noise_are_taken():
+    for words in (
+        ["privacy=eps3", "privacy.epsilon=3"],
+        ["privacy=noise", "privacy.noise_multiplier=1"],
+        ["privacy=eps3", "privacy.epsilon=null", "privacy.noise_multiplier=1"],
+        ["experiment=he2023_table3", "privacy.epsilon=1"],
+    ):
+        compose(["task=sst2", "clip=flat", *words])
+    with pytest.raises(UserError, match="say two things"):
+        compose(["task=sst2", "clip=flat", "privacy=none", "privacy.epsilon=8"], of_grid=True)
+
+
 FOR_NOTHING = {
     ("clip=flat", "clip.target_quantile=0.7"): "clip=flat: it is for clip.adaptive=true",
     ("clip=norm_perlayer", "clip.target_quantile=0.7"): "clip=norm_perlayer: it is for clip.follows=quantile",
+    ("clip=flat", "clip.allocation=weighted"): "clip=flat: it is for clip.groups=layer or",
     ("clip=flat", "clip.basis=8"): "clip=flat: it is for clip.method=embedding",
     (
         "clip=flat",
@@ -171,6 +198,8 @@ FOR_NOTHING = {
     ): "schedule=time: it is for",
     ("clip=nonprivate", "schedule=time"): "clip=nonprivate: it is for clip.private=true",
     ("clip=nonprivate", "accountant=pld"): "clip=nonprivate: it is for clip.private=true",
+    ("clip=nonprivate", "clip.clip_norm=0.1"): "clip=nonprivate: it is for clip.private=true",
+    ("clip=flat", "schedule=validation", "schedule.updates_per_epoch=2"): "schedule=validation: it is for",
     ("clip=nonprivate", "trials_law=geometric"): "clip=nonprivate: it is for clip.private=true",
     ("clip=flat", "engine=loop", "engine.choice=rule"): "engine=loop: it is for engine=auto or",
     ("clip=flat", "engine=loop", "engine.memory_cap_mib=64"): "engine=loop: it is for engine=auto or",
@@ -469,10 +498,15 @@ def test_bad_input_is_one_line_and_status_2(tmp_path, arguments):
         (("task=sst2", "optim=doppler", "optim.base=adamw"), ""),
         (("task=sst2", "optim=adam_bc"), ""),
         (("task=mnist", "optim=adam", "optim.lr=0.01"), ""),
+        (
+            ("task=sst2", "clip=adaptive_flat", "clip.clip_norm=0.3"),
+            "clip.clip_norm=0.3 does nothing with clip=adaptive_flat",
+        ),
+        (("task=sst2", "clip=adaptive_perlayer", "clip.clip_norm=0.3"), ""),
     ],
 )
-def test_an_optimiser_with_the_learning_rate_of_another_one_is_noted(tmp_path, words, noted):
-    done = call(tmp_path, *words, "clip=flat")
+def test_a_borrowed_learning_rate_and_a_threshold_that_nobody_reads_are_noted(tmp_path, words, noted):
+    done = call(tmp_path, "clip=flat", *words)
     assert done.returncode == 0, done.stderr
     assert done.stderr.startswith(f"note: {noted}") if noted else not done.stderr
 

@@ -196,6 +196,12 @@ def test_a_spent_budget_charges_no_second_attempt(tmp_path, monkeypatch):
         (["schedule=validation", "schedule.decay_rate=1.2"], "above 0 and below 1"),
         (["schedule=validation", "schedule.start=0.5"], r"start=0\.5 must be 1 or more"),
         (["schedule=privacy_utility_released", "optim=doppler"], "no filter as optim="),
+        (["schedule=validation", "task=e2e"], "measures its texts at the end alone"),
+        (
+            ["schedule=validation", "task.metric=perplexity"],
+            "takes more of task.metric=perplexity for better",
+        ),
+        (["optim.keep_best_every=5", "task.metric=loss"], "takes more of task.metric=loss for better"),
         (["schedule=privacy_utility_released", "clip=adaclip"], "as they are released"),
         (["schedule=privacy_utility_released", "peft=rgp"], "peft=rgp drops"),
     ],

@@ -117,6 +117,12 @@ def test_what_is_no_low_pass_filter_is_refused(a, b):
         compose(overrides)
 
 
+def test_what_corrects_for_the_noise_stands_behind_no_filter_of_it():
+    for make in (lambda base: Doppler(base, [-0.9], [0.1]), lambda base: DiSK(base, 0.7)):
+        with pytest.raises(UserError, match="AdamBC corrects for the noise"):
+            make(AdamBC([start()], 0.1))
+
+
 def test_disk_measures_ahead_and_averages():
     """On f(x) = ½·h·x², where the gradient at a point is known."""
     kappa, rate, h = 0.6, 0.3, np.array([1.0, 0.5, 0.2, 0.1, 2.0])

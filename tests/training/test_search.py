@@ -9,6 +9,7 @@ from torch import nn
 
 from dpexp.config import compose
 from dpexp.errors import UserError
+from dpexp.schemas import ScheduleConfig
 from dpexp.training.searches.noisybtls import angle
 from tests.training.tiny import TinyTask, cut_short, make_trainer, run_to_end, tiny_run, train, weights
 
@@ -96,8 +97,11 @@ def _steps(event):
     return [getattr(part, "event", part) if hasattr(part, "count") else part for part in parts]
 
 
-def test_gradients_at_the_same_weights_are_averaged_by_their_information(tmp_path):
-    trainer = make_trainer(tmp_path, searching(raise_by=0.5))
+@pytest.mark.parametrize("noise", [(1.0, 1.0, 1.0), (1.0, 2.0, 0.5)])
+def test_gradients_at_the_same_weights_are_averaged_by_their_information(tmp_path, noise):
+    run = searching(raise_by=0.5)
+    run.schedule = ScheduleConfig("given", factors=[*noise, *[1.0] * 9], updates_per_epoch=3)
+    trainer = make_trainer(tmp_path, run)
     search, seen = trainer.search, []
     search.search = lambda gradient, *_: (seen.append(gradient), 0.0)[1]
     measured, levels = [], []
@@ -114,7 +118,8 @@ def test_gradients_at_the_same_weights_are_averaged_by_their_information(tmp_pat
     # level 1, then what is missing to 1.5 and to 2.25
     assert levels == pytest.approx([1.0, 0.5, 0.75])
     for got, *parts in zip(seen[2], *measured, strict=True):
-        expected = sum(level * part for level, part in zip(levels, parts, strict=True)) / 2.25
+        information = [level / sigma**2 for level, sigma in zip(levels, noise, strict=True)]
+        expected = sum(own * part for own, part in zip(information, parts, strict=True)) / sum(information)
         assert torch.allclose(got, expected, atol=1e-6)
 
 

@@ -1,5 +1,5 @@
 """Averages of the weights over the steps: exponential, as De et al. 2022 (section 4.3) evaluate them, or of all steps alike, as
-in the last line of Algorithm 1 of Li et al. 2022.
+the last line of Algorithm 1 of He et al. 2023 allows.
 
 An average of released weights is post-processing: it costs no privacy.
 """

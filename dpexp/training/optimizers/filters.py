@@ -22,6 +22,11 @@ class Filtered(torch.optim.Optimizer):
     """
 
     def __init__(self, base: torch.optim.Optimizer):
+        if hasattr(base, "tell_noise"):
+            raise UserError(
+                f"{type(base).__name__} corrects for the noise in its gradients, of which a filter leaves another share: put "
+                "torch.optim.Adam, say, behind the filter"
+            )
         self.base = base
         super().__init__([p for group in base.param_groups for p in group["params"]], {})
         self.param_groups = base.param_groups

@@ -112,10 +112,8 @@ class StepSearch(ABC):
         plan = self.release.plan
         assert plan.search is not None
         level = plan.search.gradient_level
-        # the noise of a sum is C·σ/√level: its information goes with level/C²
-        weight = level / float(self.release.policy.values.double().square().sum())
-        gradient = self._averaged(measured, weight)
         self.sigma, self.epsilon = plan.sigma_new(step), plan.search.epsilon(plan.sigma(step))
+        gradient, weight = self._averaged(measured), self._information()
         self.multiplier = plan.search.multiplier(plan.sigma(step))
         with evaluating(self.model):
             self.before = [self._bounded(piece) for piece in pieces]
@@ -166,9 +164,14 @@ class StepSearch(ABC):
         losses = self.losses(piece).double().cpu().numpy()
         return np.clip(np.nan_to_num(losses, nan=self.bound), 0.0, self.bound)
 
-    def _averaged(self, measured: list[Tensor], weight: float) -> list[Tensor]:
+    def _information(self) -> float:
+        """1/(σC)² of the gradient of the step at hand: thresholds and a schedule of the noise may move between two of them."""
+        return 1 / (self.sigma**2 * float(self.release.policy.values.double().square().sum()))
+
+    def _averaged(self, measured: list[Tensor]) -> list[Tensor]:
         if self.kept is None:
             return measured
+        weight = self._information()
         share = weight / (weight + self.kept_weight)
         return [old + share * (new - old) for old, new in zip(self.kept, measured, strict=True)]
 

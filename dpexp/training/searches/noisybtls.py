@@ -83,13 +83,9 @@ class NoisyBTLS(StepSearch):
     def _squared_norm(self, gradient: list[Tensor]) -> float:
         """‖ĝ‖² of the mean gradient."""
         squared = sum(float(g.double().square().sum()) for g in gradient)
-        search = self.release.plan.search
-        assert search is not None
-        level = search.gradient_level
-        weight = self.kept_weight + level / float(self.release.policy.values.double().square().sum())
         sizes = sum(g.numel() for g in gradient)
-        base = self.sigma**2 * level
-        return max(0.0, squared - sizes * base / weight / self.expected_batch**2)
+        information = self.kept_weight + self._information()
+        return max(0.0, squared - sizes / information / self.expected_batch**2)
 
 
 def angle(first: list[Tensor], second: list[Tensor]) -> float:
