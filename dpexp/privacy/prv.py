@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
-from prv_accountant.composers import ConvolutionTree, Fourier
+from prv_accountant.composers import Fourier, Heterogeneous
 from prv_accountant.discrete_privacy_random_variable import DiscretePrivacyRandomVariable
 from prv_accountant.discretisers import CellCentred
 from prv_accountant.domain import Domain
@@ -21,25 +20,8 @@ from prv_accountant.privacy_random_variables import (
     PoissonSubsampledGaussianMechanism,
     PrivacyRandomVariableTruncated,
 )
-from scipy.special import erfc
 
 from dpexp.privacy.events import Releases
-
-_ROOT_2 = np.sqrt(np.longdouble(2))
-
-
-class _Sampled(PoissonSubsampledGaussianMechanism):
-    """The package's variable, to the last bit, with one logarithm where the package computes it twice."""
-
-    def cdf(self, t: Any) -> Any:
-        p, sigma = self.p, self.sigma
-        with np.errstate(divide="ignore", invalid="ignore"):
-            z = np.log((p - 1) / p + np.exp(t) / p)
-        below, above = (
-            -erfc(np.double((1.0 / 4.0) * _ROOT_2 * (2 * np.power(sigma, 2) * z + sign) / sigma))
-            for sign in (-1, 1)
-        )
-        return np.where(t > np.log(1 - p), (1.0 / 2.0) * p * below - 1.0 / 2.0 * (p - 1) * above + 1, 0.0)
 
 
 class _OnTheCircle(Fourier):
@@ -69,13 +51,12 @@ def bounds(
     domain = Domain.create_aligned(-reach, reach, mesh)
     variables = []
     for q, sigma in parts:
-        one = GaussianMechanism(sigma) if q == 1 else _Sampled(q, sigma)
-        truncated = PrivacyRandomVariableTruncated(one, domain.t_min(), domain.t_max())
+        whole = GaussianMechanism(sigma) if q == 1 else PoissonSubsampledGaussianMechanism(q, sigma)
+        truncated = PrivacyRandomVariableTruncated(whole, domain.t_min(), domain.t_max())
         variables.append(CellCentred().discretise(truncated, domain))
-    composed = [
-        _OnTheCircle(variable, domain.t_min()).compute_composition([count])
-        for variable, count in zip(variables, counts, strict=True)
-    ]
-    whole = ConvolutionTree(composed).compute_composition([1] * len(composed))
-    lower, estimate, upper = whole.compute_epsilon(delta, delta_error, eps_error)
+    composer = Heterogeneous(variables)
+    composer.self_composers = [_OnTheCircle(variable, domain.t_min()) for variable in variables]
+    lower, estimate, upper = composer.compute_composition(counts).compute_epsilon(
+        delta, delta_error, eps_error
+    )
     return float(lower), float(estimate), float(upper)

@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from scipy.special import logsumexp
 
 from dpexp.errors import UserError
-from dpexp.privacy import prv
 from dpexp.privacy.accountants import ACCOUNTANTS, epsilon, epsilons, prv_bounds
 from dpexp.privacy.events import composed, releases, step_event
 from dpexp.privacy.gaussian import gaussian_delta, gaussian_epsilon
@@ -305,12 +304,3 @@ def test_prv_is_an_upper_bound_after_very_many_steps(rate, sigma, steps):
     lower, estimate, upper = prv_bounds(releases(event), 1e-6)
     assert lower < estimate < upper
     assert epsilon(event, 1e-6, "gdp") * 0.999 <= upper <= epsilon(event, 1e-6, "rdp") + 2 * (upper - lower)
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("rate", "sigma"), [(0.0243, 1.07), (1e-6, 0.3), (0.999, 2.0), (0.5, 30.0)])
-def test_the_variable_that_is_computed_faster_is_the_packages(rate, sigma):
-    losses = np.linspace(np.longdouble(-9), np.longdouble(9), 5001)
-    ours, theirs = prv._Sampled(rate, sigma), prv.PoissonSubsampledGaussianMechanism(rate, sigma)
-    assert np.array_equal(ours.cdf(losses), theirs.cdf(losses))
-    assert all(ours.cdf(t) == theirs.cdf(t) for t in (math.log(1 - rate), 0.0, -1e-5, 700.0))
