@@ -13,6 +13,7 @@ from dpexp.clipping import attach
 from dpexp.clipping.loop import LOOPED
 from tests.clipping.test_engines import check, naive
 from tests.clipping.zoo import Problem
+from tests.covering import covering
 
 B, T, D, H = 4, 6, 3, 5
 LENGTHS = {"whole": None, "sorted": [6, 4, 4, 1], "unsorted": [2, 6, 1, 5]}
@@ -52,10 +53,10 @@ class Model(nn.Module):
         return torch.cat([y.square().sum(1 if self.batch_first else 0), last.sum(0)], -1)
 
 
-@pytest.mark.parametrize("num_examples", [B, 1])
-@pytest.mark.parametrize("packed", LENGTHS)
-@pytest.mark.parametrize("batch_first", [True, False])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "batch_first", "packed", "num_examples"),
+    covering(list(KINDS), (True, False), list(LENGTHS), (B, 1)),
+)
 def test_one_tap_for_each_weight(kind: str, batch_first: bool, packed: str, num_examples: int) -> None:
     torch.manual_seed(0)
     model = Model(kind, batch_first, packed).double()
