@@ -273,14 +273,12 @@ def _privacy(run: RunConfig) -> Iterator[str]:
 
 
 def _budget_twice(run: RunConfig, given: Mapping[str, str]) -> Iterator[str]:
-    """Name a number for the noise that is typed beside a choice of privacy= that says another one, or none at all."""
+    """Name a number for the noise that is typed beside a choice of privacy= without it: privacy=eps3 has one to be overridden."""
     choice = given.get("privacy", "")
     others = {"none": ("epsilon", "noise_multiplier"), "noise": ("epsilon",)}
-    if re.fullmatch(r"eps\d+", choice):
-        others[choice] = ("epsilon",)
     for name in others.get(choice, ()) if run.clip.private else ():
-        value, key = getattr(run.privacy, name), f"privacy.{name}"
-        if key in given and value is not None and choice != f"eps{value:g}":
+        key = f"privacy.{name}"
+        if key in given and getattr(run.privacy, name) is not None:
             yield f"privacy={choice} and {key}={given[key]} say two things of the noise: leave one of them out"
 
 

@@ -139,7 +139,6 @@ def test_the_laws_of_trials_are_those_that_have_a_price():
                 ["privacy=none", "privacy.epsilon=8"],
                 ["privacy=none", "privacy.noise_multiplier=1"],
                 ["privacy=noise", "privacy.epsilon=8"],
-                ["privacy=eps3", "privacy.epsilon=8"],
             )
         ),
         (["clip=nonprivate", "clip.adaptive=true"], "use a private clip"),
@@ -171,7 +170,7 @@ def test_settings_that_contradict_each_other(settings, words):
 
 def test_a_choice_and_a_number_that_say_the_same_of_the_noise_are_taken():
     for words in (
-        ["privacy=eps3", "privacy.epsilon=3"],
+        ["privacy=eps3", "privacy.epsilon=8"],
         ["privacy=noise", "privacy.noise_multiplier=1"],
         ["privacy=eps3", "privacy.epsilon=null", "privacy.noise_multiplier=1"],
         ["experiment=he2023_table3", "privacy.epsilon=1"],
