@@ -197,7 +197,7 @@ FOR_NOTHING = {
     ): "schedule=time: it is for",
     ("clip=nonprivate", "schedule=time"): "clip=nonprivate: it is for clip.private=true",
     ("clip=nonprivate", "accountant=pld"): "clip=nonprivate: it is for clip.private=true",
-    ("clip=nonprivate", "clip.clip_norm=0.1"): "clip=nonprivate: it is for clip.private=true",
+    ("clip=nonprivate", "clip.rule=normalized"): "clip=nonprivate: it is for clip.private=true",
     ("clip=flat", "schedule=validation", "schedule.updates_per_epoch=2"): "schedule=validation: it is for",
     ("clip=nonprivate", "trials_law=geometric"): "clip=nonprivate: it is for clip.private=true",
     ("clip=flat", "engine=loop", "engine.choice=rule"): "engine=loop: it is for engine=auto or",
