@@ -132,7 +132,7 @@ class Opacus(Method):
         # its hooks forbid activations in place, and its users are asked to set them so
         for module in settings.model.modules():
             if hasattr(module, "inplace"):
-                module.inplace = False
+                setattr(module, "inplace", False)  # noqa: B010
         self.optimizer: Any
         if self.ghost:
             self.network = GradSampleModuleFastGradientClipping(

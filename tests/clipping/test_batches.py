@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dpexp.clipping import attach
+from dpexp.clipping.loop import LOOPED
 from dpexp.clipping.tapping.taps import Visit
 from dpexp.errors import UserError
 from tests.clipping.test_unusual_inputs import Batch, Own, linears
@@ -397,6 +399,24 @@ GRAPHS = [graphs(2, 4, 3), graphs(2, 4, 3), graphs(1, 5, 2, 2), graphs(3, 3, 3),
 def test_graphs_are_clipped(losses: Callable[..., Tensor], engine: str) -> None:
     torch.manual_seed(0)
     exact_in_company(Graphs(lambda h: h), GRAPHS, engine, losses)
+
+
+def test_graphs_need_no_loop_and_a_run_that_recalls_them_computes_the_same() -> None:
+    torch.manual_seed(0)
+    model = Graphs(lambda h: h).double()
+    twin = copy.deepcopy(model)
+    clipper, later = attach(model), attach(twin)
+    for batch in GRAPHS[:3]:
+        clipper.backward(of_graphs(model, batch))
+    later.recall(clipper.remember())
+    # as many nodes as two or three for each graph: shapes allow a layout, and for the second one a wrong one
+    for batch in (GRAPHS[3], graphs(2, 4), graphs(1, 2, 3)):
+        for one in (clipper, later):
+            one.model.zero_grad()
+            one.backward(of_graphs(one.model, batch))
+            assert LOOPED not in one.choices.values()
+        pairs = zip(clipper.params.values(), later.params.values(), strict=True)
+        assert all(torch.equal(p.grad, q.grad) for p, q in pairs)
 
 
 @pytest.mark.parametrize("batch", GRAPHS)

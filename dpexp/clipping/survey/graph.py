@@ -71,7 +71,9 @@ class Survey:
         # uses that turned out to be functions of parameters
         self._shared: list[Use] = []
         self._undecided = self._picks = False
-        # places whose rows the model may have picked -> how they lay last; and what waits for the pass that forms sums
+        # places whose rows entered end to end, as many as each example has: no shape tells whose they are
+        self.end_to_end: set[tuple[str, int]] = set()
+        # places whose rows lie in any order -> how they lay last; and what waits for the pass that forms sums
         self._picked: dict[tuple[str, int], str] = {}
         self._awaited: Observed | None = None
         self._new_sequence = True
@@ -87,6 +89,7 @@ class Survey:
             "roles": dict(self.roles),
             "layouts": {repr(place): layout for place, layout in self.layouts.items()},
             "looped": sorted(self.looped),
+            "end_to_end": sorted(map(repr, self.end_to_end)),
             "settled": self.settled,
         }
 
@@ -97,6 +100,7 @@ class Survey:
             ast.literal_eval(place): layout for place, layout in state.get("layouts", {}).items()
         }
         self.looped |= set(state.get("looped", ()))
+        self.end_to_end |= {ast.literal_eval(place) for place in state.get("end_to_end", ())}
         self.settled = bool(state.get("settled", self.settled))
 
     # -- one backward pass --------------------------------------------------------------------------------------------
@@ -209,7 +213,7 @@ class Survey:
             and not (self.looped or visit.loose or visit.roots.inputs or visit.recorder.shards)
             and not (torch.distributed.is_available() and torch.distributed.is_initialized())
             and not any(use.in_float16 for use in visit.uses)
-            and all(use.is_routed(visit.rows) and _kind(use) in self._right for use in uses)
+            and all(self._in_any_order(use, visit.rows) and _kind(use) in self._right for use in uses)
             and all(self._picked.get(use.place) in TOLD for use in uses)
             and bool(visit.roots.finite().all())
         )
@@ -224,7 +228,7 @@ class Survey:
                 looked_at[here] = [FRONT]
                 before = self._picked[use.place]
                 self.layout[here] = before if before in pending[here] else FRONT
-        self._awaited = Observed(visit, looked_at)
+        self._awaited = Observed(visit, looked_at, pending.keys() - doubted)
         self._awaited.weigh()
 
     def tell(self, use: Use, gy: Tensor) -> None:
@@ -241,6 +245,16 @@ class Survey:
             raise LateError(f"{use.owner} ({use.label}) {LATE}")
         self.layout[id(use)] = found
         del self._awaited.pending[id(use)]
+
+    def _in_any_order(self, use: Use, rows: int) -> bool:
+        """Whether what is proven of the rows of a use, in a batch of so many, holds for this batch alone."""
+        return use.place in self.end_to_end or use.is_routed(rows)
+
+    def _may_be_untold(self, use: Use, found: list[str], rows: int) -> bool:
+        """Whether shapes may not tell whose the rows of a use are: examples may have other numbers of them each."""
+        # fewer rows than examples are those of a part of the batch, one after the other in a loop of the model
+        several = use.from_batch is not False and use.output_shape[:1] >= (rows,)
+        return self._in_any_order(use, rows) or (layouts.ROWS not in found and several)
 
     def _clips(self, use: Use) -> bool:
         """Whether per-example gradients are formed at this use."""
@@ -267,7 +281,7 @@ class Survey:
                 pending[id(use)] = found
             elif known == layouts.LOOP:
                 self.layout[id(use)] = layouts.LOOP
-            elif use.is_routed(visit.rows):
+            elif self._in_any_order(use, visit.rows):
                 pending[id(use)] = found
             elif known in found:
                 self.layout[id(use)] = known
@@ -306,7 +320,12 @@ class Survey:
         loops: dict[int, list[str]] = {
             id(use): [] for use in visit.uses if pending and self.layout.get(id(use)) == layouts.LOOP
         }
-        observed = Observed(visit, loops | pending)
+        unordered = {
+            id(use)
+            for use in visit.uses
+            if id(use) in pending.keys() - doubted and self._may_be_untold(use, pending[id(use)], visit.rows)
+        }
+        observed = Observed(visit, loops | pending, unordered)
         self.looped |= observed.back_propagate(params)
         if not pending:
             return
@@ -318,20 +337,24 @@ class Survey:
 
     def _settle(self, use: Use, observed: Observed) -> None:
         found, visit, rows = observed.pending[id(use)], observed.visit, observed.visit.rows
-        self.layout[id(use)], routed = found[0] if found else layouts.UNSEEN, use.is_routed(rows)
+        self.layout[id(use)] = found[0] if found else layouts.UNSEEN
+        unordered = self._in_any_order(use, rows)
         if not observed.arrived(use):
             # its output was not used, or the forward was another one that still waits: it never arrives
             return
         verdicts = {layout: observed.proven(use, layout) for layout in found}
-        picked = routed and all(verdict is False for verdict in verdicts.values())
-        if id(use) in visit.loose or not found or picked:
+        refuted = all(verdict is False for verdict in verdicts.values())
+        untold = refuted and self._may_be_untold(use, found, rows)
+        if id(use) in visit.loose or untold or not found:
             self._refuse_mixed(use, observed)
-        if picked:
-            # whose its rows are holds for this batch alone, and where they do not tell, so does the loop
-            owned = observed.owned(use)
+        owned = observed.owned(use) if untold and (unordered or not observed.one_each(use)) else None
+        if owned or (untold and unordered):
+            # this holds for this batch alone, and where rows do not tell, so does the loop
             self.layout[id(use)] = owned or layouts.LOOP
             if owned:
                 self._picked[use.place] = FRONT
+                if not use.is_routed(rows):
+                    self.end_to_end.add(use.place)
             return
         if not found:
             # remembered: another batch size may make the leading dimension look like the batch
@@ -347,9 +370,9 @@ class Survey:
             # right today; decide when a batch tells them apart, or never
             passing = id(use) in visit.ragged | visit.loose and layout in layouts.BLOCKS
             partly = not observed.tells_of_all(use, layout) and self._glimpsed(use)
-            if routed:
+            if unordered:
                 self._picked[use.place] = layout
-            if len(proven) > 1 or routed or passing or partly:
+            if len(proven) > 1 or unordered or passing or partly:
                 self.layout[id(use)], self._undecided = layout, True
                 return
         elif observed.one_each(use):

@@ -6,7 +6,7 @@ numbers are kept, a random projection of each row and its norm.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 
 import torch
 from torch import Tensor, nn
@@ -30,15 +30,15 @@ class Observed:
     Args:
         visit: of a graph.
         pending: uses that are looked at, by id, with the layouts that their shapes allow.
+        unordered: those of them whose rows may lie in any order: of each row it is asked whose it is.
     """
 
-    def __init__(self, visit: Visit, pending: dict[int, list[str]]):
-        self.visit, self.pending = visit, pending
-        routed = any(id(use) in pending and use.is_routed(visit.rows) for use in visit.uses)
-        many = routed and not any(use.in_float16 for use in visit.uses)
+    def __init__(self, visit: Visit, pending: dict[int, list[str]], unordered: Set[int]):
+        self.visit, self.pending, self._unordered = visit, pending, unordered
+        many = unordered and not any(use.in_float16 for use in visit.uses)
         self._levels = layouts.MANY_LEVELS if many else layouts.LEVELS
         self._weightings = layouts.all_weights(visit.num_examples, self._levels)
-        if not routed:
+        if not unordered:
             del self._weightings[1:]
         each = visit.rows // visit.num_examples
         self._by_row = [weights.repeat_interleave(each) for weights in self._weightings]
@@ -135,7 +135,9 @@ class Observed:
         if here in self.visit.loose and gy.dim() and len(gy) > self.visit.num_examples:
             more = int(gy.reshape(len(gy), -1).ne(0).any(1).sum()) > self.visit.num_examples
             self._several[owner] = self._several.get(owner, False) or more
-        told = self.pending[here] == [layouts.ROWS] and not (here in self.visit.loose or use.is_routed(rows))
+        told = self.pending[here] == [layouts.ROWS] and not (
+            here in self.visit.loose or here in self._unordered
+        )
         if gy.dim() and not told:
             seen.update({(here, view): found for view, found in views(gy).items()})
 
@@ -214,7 +216,9 @@ class Observed:
     def owned(self, use: Use) -> layouts.Owned | None:
         """Whose each row of a use is: the example with the weights that the row has followed; None where a row does not tell."""
         here = id(use)
-        if len(self._seen) < 2 or any((here, FRONT) not in seen for seen in self._seen):
+        # without all weights, two examples have the same
+        told = here in self._unordered and all((here, FRONT) in seen for seen in self._seen)
+        if len(self._seen) < 2 or not told:
             return None
         plain, dtype = self._seen[0][here, FRONT], self._dtypes[here]
         levels = [_level(plain, seen[here, FRONT], dtype, self._levels) for seen in self._seen[1:]]
