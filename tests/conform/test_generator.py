@@ -1,4 +1,4 @@
-"""Random models: 100 of them against our engines, and a shrinker that leaves what matters."""
+"""Random models: 200 of them against our engines, and a shrinker that leaves what matters."""
 
 import json
 
@@ -32,7 +32,7 @@ def test_every_statement_builds_a_model_that_trains():
 def test_random_models_are_exact_or_refused(part):
     """Without couplings through values, which are asked for in the nightly run and in the table of traps."""
     ours_alone = [adapter for adapter in adapters("dpexp") if not adapter.name.startswith("opacus ")]
-    for seed in range(25 * part, 25 * part + 25):
+    for seed in range(50 * part, 50 * part + 50):
         spec = random_spec(seed, coupled=0.0)
         verdict = judged(spec, ours_alone[seed % len(ours_alone)])
         assert verdict.verdict in ("exact", "refused"), (seed, verdict.message, spec.source)

@@ -408,15 +408,15 @@ def test_the_command_trains_on_the_embedded_images(tmp_path: Path, overrides: li
 @pytest.mark.slow
 @pytest.mark.parametrize("task", ["mnist", "cifar10"])
 def test_the_embedded_images_can_be_learnt_privately(tmp_path: Path, task: str) -> None:
-    quick = ["engine.choice=rule", "optim.epochs=1"]
+    quick = ["engine.choice=rule", "optim.epochs=3"]
     run = compose(
         [f"task={task}", "scale=demo", "clip=adaptive_perlayer", "runtime=cpu", f"runtime.runs_dir={tmp_path}", *quick]
     )  # fmt: skip
     folder = run_folder(run)
     folder.mkdir(parents=True)
     summary = train(run, folder, Console(quiet=True))
-    # 0.28 to 0.4 with one noise or another, which goes by the code too, and 0.1 by chance, give or take 0.013
-    assert summary["metrics"]["accuracy"] > 0.2
+    # 0.5 to 1.0 with one noise or another, which goes by the code too, and 0.1 by chance
+    assert summary["metrics"]["accuracy"] > 0.3
     assert 7.9 < summary["privacy"]["epsilon"]["rdp"] <= 8.0
 
 
