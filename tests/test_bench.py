@@ -29,8 +29,9 @@ from dpexp.benchmark.methods import (
 )
 from dpexp.benchmark.processes import Failed, Worker
 from dpexp.benchmark.workloads import workload_named
+from dpexp.clipping.attach import Clipper
 from dpexp.config import compose, conf_dir
-from dpexp.errors import UserError
+from dpexp.errors import LateError, UserError
 from tests.commands import called
 
 PROTOCOL = Protocol(
@@ -86,6 +87,20 @@ def test_a_wrong_sum_is_seen(monkeypatch, spoil, expected):
 
     monkeypatch.setattr(Ours, "step", spoiled)
     assert error_of("mlp", "auto/flat") == pytest.approx(expected, rel=1e-3, nan_ok=True)
+
+
+def test_a_step_that_has_to_begin_again_does_so(monkeypatch):
+    backward, raised = Clipper.backward, []
+
+    def late(self, *arguments):
+        if not raised:
+            raised.append(True)
+            raise LateError("a row does not tell whose it is: run this step again")
+        return backward(self, *arguments)
+
+    monkeypatch.setattr(Clipper, "backward", late)
+    assert error_of("mlp", "auto/flat") < 1e-4
+    assert raised
 
 
 def test_a_gradient_that_never_came_is_seen(monkeypatch):
