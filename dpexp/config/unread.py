@@ -151,7 +151,11 @@ def unread(run: RunConfig) -> Iterator[tuple[str, str, tuple[Any, ...]]]:
     clip = run.clip
     # one group has all of the noise, however it is shared out; an embedding and the rest are two
     if clip.groups == "flat" and clip.method != "embedding":
-        yield "clip.allocation", "clip.groups", ("layer", "block", "device")
+        wanted = ("layer", "block", "device")
+        yield "clip.allocation", "clip.groups", wanted
+        # one threshold follows the norms; brought back to C it would not move
+        if clip.rescale:
+            yield "clip.rescale", "clip.groups", wanted
 
 
 def neutralise(run: RunConfig) -> None:

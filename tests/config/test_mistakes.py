@@ -184,6 +184,7 @@ FOR_NOTHING = {
     ("clip=flat", "clip.target_quantile=0.7"): "clip=flat: it is for clip.adaptive=true",
     ("clip=norm_perlayer", "clip.target_quantile=0.7"): "clip=norm_perlayer: it is for clip.follows=quantile",
     ("clip=flat", "clip.allocation=weighted"): "clip=flat: it is for clip.groups=layer or",
+    ("clip=adaptive_flat", "clip.rescale=true"): "clip=adaptive_flat: it is for clip.groups=layer or",
     ("clip=flat", "clip.basis=8"): "clip=flat: it is for clip.method=embedding",
     (
         "clip=flat",
