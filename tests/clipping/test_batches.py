@@ -419,6 +419,31 @@ def test_graphs_need_no_loop_and_a_run_that_recalls_them_computes_the_same() -> 
         assert all(torch.equal(p.grad, q.grad) for p, q in pairs)
 
 
+def test_later_graphs_go_back_once_more_than_the_engine_itself_and_losses_that_are_picked_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch.manual_seed(0)
+    model = Graphs(lambda h: h).double()
+    clipper, asked = attach(model), []
+    clipper.may_begin_again()
+    back_propagate = Visit.back_propagate
+    monkeypatch.setattr(
+        Visit,
+        "back_propagate",
+        lambda *args, **named: (
+            asked.append(named.get("weights") is not None) or back_propagate(*args, **named)
+        ),
+    )
+    for batch in GRAPHS[:4]:
+        asked.clear()
+        clipper.backward(of_nodes(model, batch))
+    assert asked == [True, False]
+    # the largest three of nine nodes without neighbours
+    nodes = model(**rows(9), edges=torch.zeros(2, 0, dtype=torch.long)).square().sum(1)
+    with pytest.raises(UserError, match="the losses of exactly the examples"):
+        clipper.backward(nodes.topk(3)[0])
+
+
 @pytest.mark.parametrize("batch", GRAPHS)
 @pytest.mark.parametrize("mix", [lambda h: h - h.mean(0), lambda h: h / h.detach().abs().mean()])
 def test_graphs_that_mix_are_refused(mix: Callable[[Tensor], Tensor], batch: Batch) -> None:

@@ -133,9 +133,8 @@ class Survey:
         self._new_sequence = sequence not in self._sequences
         pending, doubted = self._pending(visit, layouts.due(self.backwards) or self._new_sequence)
         known_uses = self.knows(visit.num_examples)
-        if self._may_wait(visit, pending, doubted):
-            self._wait(visit, pending, doubted)
-        elif pending or not known_uses:
+        waits = self._may_wait(visit, pending, doubted) and self._wait(visit, pending, doubted)
+        if not waits and (pending or not known_uses):
             self._observe(visit, params, pending, doubted)
         # whoever has picked rows may do it again, and is watched for good; behind the last use, too
         self._picks |= any(use.is_routed(visit.rows) for use in visit.uses)
@@ -210,7 +209,7 @@ class Survey:
             uses
             and self.waits
             # what meets other ranks cannot begin again; and in float16 gradients overflow, which tell nothing
-            and not (self.looped or visit.loose or visit.roots.inputs or visit.recorder.shards)
+            and not (self.looped or visit.roots.inputs or visit.recorder.shards)
             and not (torch.distributed.is_available() and torch.distributed.is_initialized())
             and not any(use.in_float16 for use in visit.uses)
             and all(self._in_any_order(use, visit.rows) and _kind(use) in self._right for use in uses)
@@ -218,8 +217,12 @@ class Survey:
             and bool(visit.roots.finite().all())
         )
 
-    def _wait(self, visit: Visit, pending: dict[int, list[str]], doubted: set[int]) -> None:
-        """Back-propagate with weights alone: the pass that forms sums is the plain one, and `tell` compares."""
+    def _wait(self, visit: Visit, pending: dict[int, list[str]], doubted: set[int]) -> bool:
+        """Back-propagate with weights alone: the pass that forms sums is the plain one, and `tell` compares.
+
+        Returns:
+            False where losses may have been picked: only a plain pass tells, and it comes first then.
+        """
         looked_at: dict[int, list[str]] = {}
         for use in visit.uses:
             if (here := id(use)) in doubted:
@@ -228,8 +231,11 @@ class Survey:
                 looked_at[here] = [FRONT]
                 before = self._picked[use.place]
                 self.layout[here] = before if before in pending[here] else FRONT
-        self._awaited = Observed(visit, looked_at, pending.keys() - doubted)
-        self._awaited.weigh()
+        awaited = Observed(visit, looked_at, pending.keys() - doubted)
+        if not awaited.weigh():
+            return False
+        self._awaited = awaited
+        return True
 
     def tell(self, use: Use, gy: Tensor) -> None:
         """Settle the layout of a use that waits for the gradient without weights, which is here.

@@ -83,18 +83,24 @@ class Observed:
             self._alone = self._find_alone()
         return reached
 
-    def weigh(self) -> None:
-        """Go through the graph with weights alone; what arrives without them is seen later, by `told`."""
+    def weigh(self) -> bool:
+        """Go through the graph with weights alone; what arrives without them is seen later, by `told`.
+
+        Returns:
+            Whether no losses were picked among the examples, as far as that shows without a plain back-propagation.
+        """
         self._seen.append({})
 
         def look(owner: ForwardPass, use: Use, saved: tuple[Tensor, ...], gy: Tensor) -> None:
             if id(use) in self.pending:
+                self._count(owner, use, gy)
                 self._sign(use, gy)
 
         for weights in self._weightings:
             self._seen.append({})
             self.visit.back_propagate(look, retain=True, weights=weights)
             give_back_freed_memory()
+        return all(self._several.values())
 
     def told(self, use: Use, gy: Tensor, before: str) -> layouts.Layout | None:
         """Return which rows of a use are whose, from what arrives without weights; None where they do not tell.
@@ -132,14 +138,18 @@ class Observed:
         self._dtypes[here] = gy.dtype
         for layout in self.pending[here]:
             seen[here, layout] = signature(gy, layout, rows)
-        if here in self.visit.loose and gy.dim() and len(gy) > self.visit.num_examples:
-            more = int(gy.reshape(len(gy), -1).ne(0).any(1).sum()) > self.visit.num_examples
-            self._several[owner] = self._several.get(owner, False) or more
+        self._count(owner, use, gy)
         told = self.pending[here] == [layouts.ROWS] and not (
             here in self.visit.loose or here in self._unordered
         )
         if gy.dim() and not told:
             seen.update({(here, view): found for view, found in views(gy).items()})
+
+    def _count(self, owner: ForwardPass, use: Use, gy: Tensor) -> None:
+        """Notice whether more rows have a gradient than there are losses, in a forward of more rows."""
+        if id(use) in self.visit.loose and gy.dim() and len(gy) > self.visit.num_examples:
+            more = int(gy.reshape(len(gy), -1).ne(0).any(1).sum()) > self.visit.num_examples
+            self._several[owner] = self._several.get(owner, False) or more
 
     def _of_several(self, owner: ForwardPass) -> bool:
         """Whether the rows with a gradient are the same ones of several that each example has; some views may have no loss."""
