@@ -85,11 +85,6 @@ def _behind(recorder: Recorder, value: Tensor) -> tuple[dict[str, nn.Parameter],
     return {name: reached[name] for name in recorder.params if name in reached}, rounds
 
 
-def names_of(values: Sequence[Value]) -> tuple[str, ...]:
-    """Return the parameters that values reach."""
-    return tuple(dict.fromkeys(name for value in values for name in value.reached))
-
-
 def origin(recorder: Recorder, batched: Sequence[Tensor]) -> Origin:
     """Tell what the result of an operation on these tensors was computed from."""
     flow = recorder.flow
