@@ -210,8 +210,8 @@ class Replay:
 
     def returned(self, roots: Roots) -> dict[int, GradientEdge]:
         """Return the outputs, by number, from which the roots were computed."""
-        nodes = {node._sequence_nr(): node for node in roots.graph()}
-        return {n: GradientEdge(nodes[end], at) for n, (end, at) in self.ends.items() if end in nodes}
+        found = roots.made_of(self.ends.values())
+        return {n: found[end] for n, end in self.ends.items() if end in found}
 
     def find_used(self, roots: Roots) -> None:
         """Go from the losses back to this forward, and note what of it they use."""

@@ -36,7 +36,7 @@ RETURNING = dict(
 )  # fmt: skip
 # Operations that pick some rows along a dimension, with its place.
 PICKING = dict(index_select=1, take_along_dim=2, gather=1, sort=1, argsort=1, topk=2, roll=2, flip=1)
-# Products with a matrix, which may put rows in another order, with how many arguments stand before the matrices.
+# Products with a matrix, which may put rows in another order, with how many tensors stand before the matrices.
 PRODUCTS = dict(
     matmul=0, __matmul__=0, __rmatmul__=0, mm=0, bmm=0, mv=0, inner=0, linear=0, sparse_mm=0, _sparse_mm=0, tensordot=0,
     linalg_multi_dot=0, addmm=1, addmv=1, addbmm=1, baddbmm=1,
@@ -110,6 +110,9 @@ class DataFlow(TorchFunctionMetadataMode):
         kwargs = kwargs or {}
         refuse_lookup(func, args, kwargs)
         result = func(*args, **kwargs)
+        if not args and "input" in kwargs:
+            # the first argument, by its name
+            args, kwargs = (kwargs["input"],), {k: v for k, v in kwargs.items() if k != "input"}
         tensors, made = (
             [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
             for value in ((args, kwargs), result)
@@ -126,7 +129,7 @@ class DataFlow(TorchFunctionMetadataMode):
                 routed, picked = self.routed(base), self._sent(name, args, kwargs)
                 cut = None
             else:
-                routed, picked = self.routed(*tensors), self._picked(name, args, kwargs)
+                routed, picked = self.routed(*tensors), self._picked(name, args, kwargs, tensors)
             if (joined := _joined(name, args, kwargs, tensors, cut)) is not None:
                 picked, cut = picked | joined, None
             elif base is not None and base in self._followed and (size := _cut_along(name, args, kwargs)):
@@ -149,7 +152,7 @@ class DataFlow(TorchFunctionMetadataMode):
                     self._cut[leaf] = cut
         return result
 
-    def _picked(self, name: str, args: Any, kwargs: Any) -> Sizes:
+    def _picked(self, name: str, args: Any, kwargs: Any, tensors: list[Tensor]) -> Sizes:
         """Along which dimensions an operation picks or orders rows by the values of a tensor, or by a list."""
         base = args[0] if args else None
         other = args[1] if len(args) > 1 else None
@@ -157,8 +160,8 @@ class DataFlow(TorchFunctionMetadataMode):
             # the rows of a table are picked
             return FIRST
         if name in PRODUCTS:
-            matrices = [leaf for leaf in tree_leaves(args[PRODUCTS[name] :]) if isinstance(leaf, Tensor)]
-            return NONE.union(*(self._multiplied(name, a, b) for a, b in pairwise(matrices)))
+            matrices = pairwise(tensors[PRODUCTS[name] :])
+            return NONE.union(*(self._multiplied(name, a, b) for a, b in matrices))
         if name == "einsum" and isinstance(base, str):
             return self._summed(base.replace(" ", ""), tree_leaves(args[1:]))
         if not isinstance(base, Tensor) or base not in self._followed:

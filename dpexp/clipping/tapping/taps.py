@@ -275,10 +275,7 @@ class Visit:
     @cached_property
     def returned(self) -> dict[NodeKey, GradientEdge]:
         """What watched forwards have returned of rows of examples, as far as the roots were computed from it."""
-        wanted = {key for owner in self.recorder.watched for key in owner.returned}
-        nodes = self.roots.graph() if wanted else ()
-        outputs = ((node, output) for node in nodes for output in range(len(node._input_metadata)))
-        return {key: GradientEdge(*made) for made in outputs if (key := node_key(*made)) in wanted}
+        return self.roots.made_of({key for owner in self.recorder.watched for key in owner.returned})
 
     @cached_property
     def reached(self) -> set[int]:
