@@ -52,8 +52,13 @@ def use(call: Call) -> Any:
         return NotImplemented
     if spreads(call.func, call.args, call.kwargs, call.values):
         return spread(call, met)
-    if in_place(call.func) or any(word in call.func.__name__ for word in RANDOM) or _drops(call):
+    if in_place(call.func) or any(word in call.func.__name__ for word in RANDOM):
         return NotImplemented
+    if call.func is F.scaled_dot_product_attention:
+        dropout = call.kwargs.get("dropout_p", call.args[4] if len(call.args) > 4 else 0.0)
+        if dropout:
+            # another mask would be drawn where it is repeated
+            return NotImplemented
     template, nested = planned(call)
     if nested is None:
         call.recorder.templates[call.key] = template
@@ -160,10 +165,3 @@ def planned(call: Call) -> tuple[Template, list[Tensor] | None]:
     seen = tuple(tensors), tuple(literals), tuple(from_batch)
     template = Template(formula, call.func, arguments, keywords, *seen, names, kind)
     return template, saved if nested else None
-
-
-def _drops(call: Call) -> bool:
-    """Whether attention would draw another dropout mask when it is repeated."""
-    if call.func is not F.scaled_dot_product_attention:
-        return False
-    return bool(call.kwargs.get("dropout_p", call.args[4] if len(call.args) > 4 else 0.0))

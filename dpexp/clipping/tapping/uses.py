@@ -384,10 +384,6 @@ class ForwardPass:
         # where there is none, it is the second dimension of an input
         return bool(self.shapes) and self.rows != rows and self.has_in_front(rows)
 
-    def may_have_picked(self, rows: int) -> bool:
-        """Tell whether some of so many rows may have been picked, and met others: in this batch, or in the next one."""
-        return not self.picked.isdisjoint((0, rows))
-
     def is_ragged(self, first: int, rows: int) -> bool:
         """Tell whether ``first`` rows may have entered end to end: texts of any length, or graphs."""
         return any(
