@@ -173,4 +173,4 @@ def test_what_is_drawn_on_the_way_back_alone_is_constant_in_a_look() -> None:
     assert not clipper.notes
     # both halves among all, and alone
     constant = [len(numbers) for numbers in drawn if bool((numbers == numbers[0, 0]).all())]
-    assert constant == [B, B, B // 2, B // 2]
+    assert constant == [B, B // 2] * 2

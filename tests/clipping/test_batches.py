@@ -191,6 +191,11 @@ def scattered(h: Tensor, order: Tensor) -> Tensor:
 IN_ORDER: dict[str, tuple[bool, Callable[[Tensor, Tensor], Tensor]]] = {
     "a table": (False, lambda h, order: F.embedding(order, h)),
     "a matrix": (False, lambda h, order: F.one_hot(order).to(h) @ h),
+    "named arguments": (False, lambda h, order: torch.index_select(input=h, dim=0, index=order)),
+    "a matrix with named arguments": (
+        False,
+        lambda h, order: torch.matmul(input=F.one_hot(order).to(h), other=h),
+    ),
     "a table, in bags": (False, lambda h, order: F.embedding_bag(order[:, None], h, mode="sum")),
     "copied into views": (False, copied),
     "scattered slice by slice": (False, scattered),

@@ -7,7 +7,7 @@ or by other rows' values, and moves no output.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -34,65 +34,41 @@ class Backwards:
     Args:
         replay: of the forward; it has to keep its graph.
         comparison: of the outputs, which has found where their rows are.
-        variants: other batches.
     """
 
-    def __init__(self, replay: Replay, comparison: Comparison, variants: Sequence[Variant]):
-        self._replay, self._comparison, self._variants = replay, comparison, variants
+    def __init__(self, replay: Replay, comparison: Comparison):
+        self._replay, self._comparison = replay, comparison
         self._params = _some({name: p for name, p in replay.model.named_parameters() if p.requires_grad})
-        # one for each variant, from one forward; None: it has not run, or its graph cannot be gone through twice
-        self._before: list[Folded] | None = None
 
-    def parameter_that_differs(self, number: int, batch: Inputs) -> str:
+    def parameter_that_differs(self, variant: Variant, batch: Inputs) -> str:
         """Return the name of a parameter whose gradient is another one in a variant; "" if none.
 
         Args:
-            number: of the variant.
+            variant: another batch.
             batch: what enters of it.
         """
-        variant, whole = [self._variants[number]], self._replay.inputs
-        if number == 0:
-            try:
-                self._before = again(self._gradients, whole, self._variants, False)
-            except Exception:
-                self._before = None
-        before = (
-            again(self._gradients, whole, variant, False)[0] if self._before is None else self._before[number]
-        )
-        here = again(self._gradients, batch, variant, True)[0] if before else {}
-        name = self._unlike(before, here)
-        if name and number > 0:
-            # of one graph, the second time may be another one
-            name = self._unlike(again(self._gradients, whole, variant, False)[0], here)
-        return name
+        before = again(self._gradients, self._replay.inputs, variant, False)
+        return self._unlike(before, again(self._gradients, batch, variant, True)) if before else ""
 
-    def _gradients(self, batch: Inputs, variants: Sequence[Variant], here: bool) -> list[Folded]:
-        """What goes back for the examples of each variant in one forward of a batch; ``here``: which is that variant."""
-        found: list[Folded] = []
+    def _gradients(self, batch: Inputs, variant: Variant, here: bool) -> Folded:
+        """What goes back for the examples of a variant in a batch; ``here``: which is that variant."""
+        found: Folded = {}
         with self._replay.begun():
             leaves = outputs(self._replay.run(batch), self._replay.used)
-            directions = [
-                {n: self._comparison.direction(n, t, v, here) for n, t in leaves.items() if t.requires_grad}
-                for v in variants
-            ]
-            for left, direction in zip(reversed(range(len(directions))), directions, strict=True):
-                asked = {n: g for n, g in direction.items() if g is not None}
-                tensors = [leaves[n] for n in asked]
-                if not left:
-                    # of the graph, nothing is held but by what goes back
-                    leaves.clear()
-                found.append({})
-                # what is computed again on the way back draws nothing either
-                with _folding(self._params, found[-1]), self._replay.silence(), self._replay.without_chance():
-                    if tensors and self._params:
-                        torch.autograd.grad(
-                            tensors,
-                            list(self._params.values()),
-                            list(asked.values()),
-                            retain_graph=left > 0,
-                            allow_unused=True,
-                        )
-                del tensors
+            directions = {
+                n: self._comparison.direction(n, t, variant, here)
+                for n, t in leaves.items()
+                if t.requires_grad
+            }
+            asked = {n: g for n, g in directions.items() if g is not None}
+            tensors = [leaves[n] for n in asked]
+            # of the graph, nothing is held but by what goes back
+            leaves.clear()
+            # what is computed again on the way back draws nothing either
+            with _folding(self._params, found), self._replay.silence(), self._replay.without_chance():
+                if tensors and self._params:
+                    params = list(self._params.values())
+                    torch.autograd.grad(tensors, params, list(asked.values()), allow_unused=True)
         return found
 
     def _unlike(self, before: Folded, here: Folded) -> str:

@@ -113,8 +113,6 @@ class Comparison:
             return False
         tolerance = self.tolerance if tolerance is None else tolerance
         a, b = (t.reshape(t.shape[0], -1).to(torch.promote_types(t.dtype, torch.float32)) for t in (a, b))
-        if not a.numel():
-            return False
         known = a.isfinite()
         if not torch.equal(known, b.isfinite()):
             return True

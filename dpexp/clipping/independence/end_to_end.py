@@ -106,7 +106,8 @@ class Bundle(Ends):
         """What holds these examples as ``told`` does its own."""
         told: Any = self.told
         if isinstance(told, PackedSequence):
-            return pack_sequence(chosen, enforce_sorted=told.sorted_indices is None and _falls(chosen))
+            falls = all(len(a) >= len(b) for a, b in pairwise(chosen))
+            return pack_sequence(chosen, enforce_sorted=told.sorted_indices is None and falls)
         if isinstance(told, Tensor):
             return torch.nested.nested_tensor(chosen, layout=told.layout)
         # of which of its parts a batch of graphs says whose rows they are
@@ -124,10 +125,6 @@ def bundled(value: Any) -> int:
         return value.size(0) if value.is_nested and value.layout == torch.jagged else 0
     apart = hasattr(value, "to_data_list") and hasattr(type(value), "from_data_list")
     return int(getattr(value, "num_graphs", 0)) if apart else 0
-
-
-def _falls(sequences: Sequence[Tensor]) -> bool:
-    return all(len(a) >= len(b) for a, b in pairwise(sequences))
 
 
 def ends_of(parts: Sequence[tuple[str, Any]], count: int, bags: bool = False) -> list[Ends]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -165,60 +164,38 @@ class Look:
 
     def _differences(self, reading: Reading, resize: bool) -> list[Difference]:
         self.constant = set(self.once)
-        variants = self.batches.variants(self.replay.asked)[: self.most]
-        compared, done, last = 0, list[Variant](), list[Difference]()
-        for variant in variants:
+        compared = 0
+        for variant in self.batches.variants(self.replay.asked)[: self.most]:
             resized = len(variant.rows) != self.examples
-            if variant in done or (resized and (self.replay.by_chance or not resize)):
+            if resized and (self.replay.by_chance or not resize):
                 continue
-            # a batch that another one comes after runs once for both
-            after = [v for v in variants if v.first == variant.rows]
-            try:
-                runs = self._tried_sizes(reading, variant, after)
-            except Exception:
-                if not after:
-                    raise
-                # which will tell, when it is its turn
-                after, runs = [], self._tried_sizes(reading, variant, [])
-            done += after
-            if runs is None:
+            if (run := self._run_of(reading, variant)) is None:
                 continue
             if compared < 2:
                 # a parameter that keeps a row changes where another row stands in its place
                 self._compare_parameters()
                 compared += 1
-            found = self._compared(reading, variant, runs[0])
-            if found:
+            if found := self._compared(reading, variant, run):
                 return found
-            last += [
-                d for v, run in zip(after, runs[1:], strict=True) for d in self._compared(reading, v, run)
-            ]
-        if last:
-            return last
         if LIST in self.seen:
             self.seen |= self.replay.used
         # what no batch changes is no output of examples, such as a table of the model's
         self.seen |= self.constant
         return []
 
-    def _tried_sizes(self, reading: Reading, variant: Variant, after: list[Variant]) -> list[Run] | None:
-        """A run of a variant, and of those that come after it, each with the first factor that leaves it finite; None if none."""
-        rows = [r for r in (variant.first, variant.rows, *(v.rows for v in after)) if r is not None]
-        runs: list[Run | None] = [None] * (1 + len(after))
+    def _run_of(self, reading: Reading, variant: Variant) -> Run | None:
+        """A run of a variant with the first factor that leaves it finite; None where none does."""
+        rows = [variant.rows] if variant.first is None else [variant.first, variant.rows]
         for scale in variant.sizes:
-            here = [self.batches.made(reading, each, scale) for each in rows]
+            batches = [self.batches.made(reading, each, scale) for each in rows]
             try:
-                found, buffers = self.runs.of(here)
+                found, buffers = self.runs.of(batches)
             except Exception:
                 if scale == 1.0:
                     raise
                 continue
-            for number, leaves in enumerate(found[-len(runs) :]):
-                finite = scale == 1.0 or all(bool(leaf.isfinite().all()) for leaf in leaves.values())
-                if runs[number] is None and finite:
-                    runs[number] = Run(here[: len(here) - len(after) + number], leaves, buffers)
-            if None not in runs:
-                return cast(list[Run], runs)
+            if scale == 1.0 or all(bool(leaf.isfinite().all()) for leaf in found[-1].values()):
+                return Run(batches, found[-1], buffers)
         return None
 
     def _compared(self, reading: Reading, variant: Variant, run: Run) -> list[Difference]:
@@ -271,15 +248,15 @@ class Look:
             return
         kept = self.replay.keeps
         parts = [v for v in self.batches.variants() if len(v.rows) != self.examples][:2]
-        backwards = Backwards(self.replay, self.comparison, parts)
-        for number, variant in enumerate(parts):
+        backwards = Backwards(self.replay, self.comparison)
+        for variant in parts:
             name = ""
             # a graph is large, and what was freed is in pieces
             give_back_freed_memory()
             try:
                 self.replay.keeps = True
                 batch = self.batches.made(reading, variant.rows, 1.0)
-                name = backwards.parameter_that_differs(number, batch)
+                name = backwards.parameter_that_differs(variant, batch)
             except Exception as error:
                 # a graph that cannot be gone through so, or too little memory
                 self.one_way = without_data(error)

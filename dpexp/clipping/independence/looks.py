@@ -145,7 +145,7 @@ class Independence:
         if len(known := {mode for mode, _ in self.looks}) >= MODES and self.mode not in known:
             # a word that is another one in every step is no switch
             self.mode = 0
-        self.running = Replay(self.model, args, kwargs) if self.due else None
+        self.running = Replay(self.model, args, kwargs, self.mode) if self.due else None
         if self.running is not None:
             if self.passed is not None and self.passed.rows == rows:
                 self.running.earlier = self.passed
@@ -300,7 +300,7 @@ class Independence:
         replay.chance = Chance()
         # 16 bits round away what is looked for: as the user computes only where 32 bits do not run
         replay.silence = self.silence
-        for narrow in (False, True) if replay.in_autocast else (False,):
+        for narrow in (False, True) if replay.autocast else (False,):
             replay.narrow = narrow
             look = Look(replay, arrangement, self.token, places=places)
             look.run(padding=not self.fixed_length)

@@ -84,24 +84,22 @@ class Padding:
         for name, part in leaves(replay.inputs, names=names):
             if isinstance(part, Tensor) and part.dim() and part.shape[0] == rows:
                 entered.setdefault(name, part)
-        found = {name: part for name, part in entered.items() if part.dim() == 2}
+        tables = {name: part for name, part in entered.items() if part.dim() == 2}
+        ids = [part for name, part in tables.items() if _is_ids(name, part)]
         value, token = (token, None) if isinstance(token, float) else (None, token)
         token = _padding_token(replay.model) if token is None else token
-        mask = next((found[name] for name in MASKS if name in found), None)
-        if mask is not None and bool(((mask == 0) | (mask == 1)).all()):
+        mask = next((tables[name] for name in MASKS if name in tables), None)
+        if mask is not None:
             left = _ends(mask, 0) is None
             kept = _ends(mask, -1 if left else 0)
-            if kept is None:
+            if kept is None or not bool(((mask == 0) | (mask == 1)).all()):
                 return None
             if token is None and bool((mask != kept).any()):
-                beside = next((p for n, p in found.items() if _is_ids(n, p) and p.shape == mask.shape), None)
+                beside = next((part for part in ids if part.shape == mask.shape), None)
                 token = None if beside is None else int(beside[mask != kept][0])
             named = _last_named(entered, mask.shape[1])
             return found_as(mask == kept, token, 1 - kept, left, named=named)
         # without a mask, where the batch has rows that end in padding and a row that does not
-        ids = [part for name, part in found.items() if _is_ids(name, part)]
-        if mask is not None:
-            return None
         by_ids = None
         if len(ids) == 1 and ids[0].shape[1] > 1:
             told = token is not None

@@ -49,15 +49,16 @@ class Replay:
     Args:
         model: the module whose forward is about to run.
         args, kwargs: what enters it; tensors are copied.
+        mode: of the model, as far as it is known.
 
     Attributes:
-        kind: see `kind_of`.
+        kind: what tells it from other forwards without their numbers.
     """
 
-    def __init__(self, model: nn.Module, args: tuple, kwargs: dict):
+    def __init__(self, model: nn.Module, args: tuple, kwargs: dict, mode: int = 0):
         self.model = model
         self.inputs: Inputs = changed((args, kwargs), copied)
-        self.kind = kind_of(model, self.inputs)
+        self.kind: Hashable = mode, shapes_of(self.inputs)
         self._state, self._entered = State(model), fingerprints(model)
         # what sets the model back, inside `around`
         self._set_back: Callable[[], None] | None = None
@@ -101,12 +102,8 @@ class Replay:
         kinds = {"cpu", self._device.type}
         # whole only inside their own forwards, which end in another way where gradients are asked for
         self._sharded = any(is_shard(p) for p in model.parameters())
-        self._autocast = [(k, torch.get_autocast_dtype(k)) for k in kinds if torch.is_autocast_enabled(k)]
-
-    @property
-    def in_autocast(self) -> bool:
-        """Whether the forward ran in 16 bits."""
-        return bool(self._autocast)
+        # by kind of device, the 16 bits in which the forward ran
+        self.autocast = {k: torch.get_autocast_dtype(k) for k in kinds if torch.is_autocast_enabled(k)}
 
     def with_earlier(self) -> Replay | None:
         """Return what repeats the earlier forward, then this one, with the same examples in both; None where there was none."""
@@ -154,7 +151,7 @@ class Replay:
             if not self.keeps:
                 inside.enter_context(saved_tensors_hooks(_nothing, _nothing))
             for kind in {"cpu", self._device.type}:
-                dtype = dict(self._autocast).get(kind)
+                dtype = self.autocast.get(kind)
                 on = self.narrow and dtype is not None
                 if on or torch.is_autocast_enabled(kind):
                     inside.enter_context(torch.autocast(kind, dtype=dtype, enabled=on, cache_enabled=False))
@@ -210,8 +207,8 @@ class Replay:
 
     def returned(self, roots: Roots) -> dict[int, GradientEdge]:
         """Return the outputs, by number, from which the roots were computed."""
-        nodes = {node._sequence_nr(): node for node in roots.graph()}
-        return {n: GradientEdge(nodes[end], at) for n, (end, at) in self.ends.items() if end in nodes}
+        found = roots.made_of(self.ends.values())
+        return {n: found[end] for n, end in self.ends.items() if end in found}
 
     def find_used(self, roots: Roots) -> None:
         """Go from the losses back to this forward, and note what of it they use."""
@@ -304,12 +301,6 @@ class Earlier:
     def __init__(self, model: nn.Module, args: tuple, kwargs: dict, rows: int):
         self.inputs: Inputs = changed((args, kwargs), copied)
         self.state, self.rows = State(model), rows
-
-
-def kind_of(model: nn.Module, inputs: Inputs) -> Hashable:
-    """Return what tells two forwards apart without their numbers: `shapes_of`, switches of modules."""
-    switches = (v for module in model.modules() for v in vars(module).values() if isinstance(v, bool | str))
-    return (*shapes_of(inputs), *switches)
 
 
 def switches(model: nn.Module, args: tuple, kwargs: dict) -> Iterator[Hashable]:

@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from dpexp.clipping.independence.arguments import Inputs
 from dpexp.clipping.independence.comparison import outputs, thin
 from dpexp.clipping.independence.replay import Replay, again
+from dpexp.clipping.tapping.dataflow import is_tensors
 
 # number of an output that was a list
 LIST = -1
@@ -58,7 +59,7 @@ class Runs:
                 if number == 0:
                     buffers = {
                         (name, key): (b.detach().clone(), key not in module._non_persistent_buffers_set)
-                        for name, module in _named_modules(self._replay.model)
+                        for name, module in self._replay.model.named_modules()
                         for key, b in module._buffers.items()
                         if b is not None
                     }
@@ -70,7 +71,7 @@ class Runs:
     def _leaves(self, value: Any, batch: Inputs) -> dict[int, Tensor]:
         """The outputs by number; of a list with an entry for each example, as long as it likes, one with a row for each."""
         leaves = outputs(value, self._replay.used)
-        sizes = {len(part) for part in tree_leaves(batch, is_leaf=_is_list) if _is_list(part)}
+        sizes = {len(part) for part in tree_leaves(batch, is_leaf=is_tensors) if is_tensors(part)}
         if (
             len(leaves) not in sizes
             or len({(leaf.dim() or 1, leaf.shape[1:]) for leaf in leaves.values()}) > 1
@@ -86,18 +87,3 @@ class Runs:
             F.pad(entry, (0, 0) * (entry.dim() - 1) + (0, self._longest - len(entry))) for entry in entries
         ]
         return {LIST: torch.stack(padded)}
-
-
-def _is_list(part: Any) -> bool:
-    return isinstance(part, list) and all(isinstance(entry, Tensor) for entry in part)
-
-
-def _named_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """What ``model.named_modules()`` gives, which takes several times as long."""
-    found, seen = [("", model)], {id(model)}
-    for name, module in found:
-        for key, child in module._modules.items():
-            if child is not None and id(child) not in seen:
-                seen.add(id(child))
-                found.append((f"{name}.{key}" if name else key, child))
-    return found

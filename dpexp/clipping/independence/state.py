@@ -90,7 +90,9 @@ class _Saved:
                 (self.fixed if type(value) in ATOMS else self.own)[key] = copier(value)
         # what the copier has seen it names
         del self.own["_modules"]
-        self.hooks = {key: _again(module.__dict__[key]) for key in HOOKS}
+        # most are empty
+        tables = {key: module.__dict__[key] for key in HOOKS}
+        self.hooks = {key: copy(table) if table else type(table)() for key, table in tables.items()}
         self.children = dict(module._modules)
 
     def setting(self, held: dict[str, Any]) -> tuple[dict, dict, list, list, list, dict]:
@@ -98,16 +100,10 @@ class _Saved:
         kept = {key: value for key, value in held.items() if _is_common(key)}
         # neither those that the forward added by itself and adds again, nor those that were there for it alone
         hooks = {key: _in_both(saved, held[key]) for key, saved in self.hooks.items()}
-        # most are empty, and stay so
         kept |= hooks | self.fixed
         full = [(key, table) for key, table in hooks.items() if table]
         empty = [table for table in hooks.values() if not table]
         return held, kept, list(self.own.items()), full, empty, self.children
-
-
-def _again(table: Any) -> Any:
-    """Return a copy of a table, which is most often empty."""
-    return copy(table) if table else type(table)()
 
 
 def _in_both(saved: dict[int, Any], now: dict[int, Any]) -> dict[int, Any]:

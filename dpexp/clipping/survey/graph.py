@@ -141,7 +141,8 @@ class Survey:
         self._undecided |= self._picks or any(
             isinstance(known, layouts.Owned) for known in self.layout.values()
         )
-        self._undecided |= any(owner.may_have_picked(visit.rows) for owner in visit.passes)
+        # what met others may be of these rows now, or with the next batch
+        self._undecided |= any(not owner.picked.isdisjoint((0, visit.rows)) for owner in visit.passes)
         loops = [use for use in visit.uses if self.layout[id(use)] == layouts.LOOP]
         lasting = self.looped.union(*(use.names for use in loops if use.place in self.layouts))
         self.looped = lasting.union(*(use.names for use in loops))

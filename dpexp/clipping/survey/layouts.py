@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -137,17 +138,15 @@ def per_example(
 ) -> dict[str, PerExampleGradient]:
     """Find the per-example gradients of a use whose layout is known; ``rows``: of all examples."""
     if isinstance(layout, Owned):
-        own = tuple(layout.gathered(s) if b else s for s, b in zip(saved, use.batched, strict=True))
-        arrival = Arrival(use, own, layout.gradients(gy), num_examples, places=layout.places.flatten())
-        return arrival.per_example(names)
-    major = tuple(example_major(s, layout, rows) if b else s for s, b in zip(saved, use.batched, strict=True))
+        arranged, gradient, places = layout.gathered, layout.gradients(gy), layout.places.flatten()
+    else:
+        arranged = partial(example_major, layout=layout, rows=rows)
+        gradient, places = arranged(gy), None
+        if use.formula.by_place:
+            places = arranged(torch.arange(len(gy), device=gy.device))
+    own = tuple(arranged(s) if b else s for s, b in zip(saved, use.batched, strict=True))
     turned = layout == SECOND and gy.dim() >= 2
-    places = None
-    if use.formula.by_place:
-        places = example_major(torch.arange(len(gy), device=gy.device), layout, rows)
-    return Arrival(use, major, example_major(gy, layout, rows), num_examples, turned, places).per_example(
-        names
-    )
+    return Arrival(use, own, gradient, num_examples, turned, places).per_example(names)
 
 
 def due(number: int) -> bool:
@@ -190,10 +189,8 @@ def weighted_rows(tensor: Tensor, layout: Layout, rows: int, by_row: Tensor) -> 
     """Multiply the rows of each example by the example's weight; ``by_row`` is ``[rows]``, the layout stays."""
     if isinstance(layout, Owned):
         return layout.weighted(tensor, by_row)
-    major = example_major(tensor, layout, rows)
-    weights = by_row.to(tensor).repeat_interleave(major.shape[0] // rows)
-    if layout == STRIDED:
-        weights = by_row.to(tensor).repeat(tensor.shape[0] // rows)
-    if layout == SECOND and major is not tensor:
-        return tensor * weights.view(1, -1, *[1] * (tensor.dim() - 2))
-    return tensor * weights.view(-1, *[1] * (tensor.dim() - 1))
+    if layout == SECOND and tensor.dim() >= 2 and tensor.shape[1] == rows:
+        return tensor * by_row.to(tensor).view(1, -1, *[1] * (tensor.dim() - 2))
+    times = len(tensor) // rows
+    weights = by_row.repeat(times) if layout == STRIDED else by_row.repeat_interleave(times)
+    return tensor * weights.to(tensor).view(-1, *[1] * (tensor.dim() - 1))

@@ -6,7 +6,7 @@ numbers are kept, a random projection of each row and its norm.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Sequence, Set
 
 import torch
 from torch import Tensor, nn
@@ -168,13 +168,13 @@ class Observed:
         which one example alone has a loss.
         """
         alone: dict[int, float] = {}
+        levels = torch.tensor(self._levels, device="cpu")
         for at, plain in self._seen[0].items():
             # in 16 bits the levels are no further apart than rounding errors
             if at in self._seen[1] and torch.finfo(self._dtypes[at[0]]).bits >= 32:
-                levels = _by_level(plain, self._seen[1][at], 1e-4, self._levels)
-                found = [level for level, rows in levels if bool(rows.all())]
+                found = levels[_fits(plain, self._seen[1][at], 1e-4, self._levels).all(0).cpu()]
                 if len(found) == 1:
-                    alone[at[0]] = found[0]
+                    alone[at[0]] = float(found)
         return set(alone) if set(alone.values()) == set(self._weightings[0].tolist()) else set()
 
     # -- what was seen ------------------------------------------------------------------------------------------------
@@ -304,12 +304,15 @@ def _telling(scale: Tensor, finite: Tensor, dtype: torch.dtype) -> Tensor:
     return finite & (scale > (0.0 if dtype == torch.float16 else info.tiny / info.eps))
 
 
-def _by_level(
-    plain: Signature, weighted: Signature, tolerance: float, levels: Sequence[float]
-) -> Iterator[tuple[float, Tensor]]:
-    """Yield each of the levels with the rows that follow it."""
-    for level in levels:
-        yield level, (weighted[0] - level * plain[0]).abs() <= tolerance * (plain[1] + weighted[1])
+def _errors(plain: Tensor, weighted: Tensor, levels: Sequence[float]) -> Tensor:
+    """``[rows, levels]``, how far each row is from being multiplied by each of the levels."""
+    factors = torch.tensor(levels, dtype=plain.dtype, device=plain.device)
+    return (weighted.reshape(-1, 1) - plain.reshape(-1, 1) * factors).abs()
+
+
+def _fits(plain: Signature, weighted: Signature, tolerance: float, levels: Sequence[float]) -> Tensor:
+    """``[rows, levels]``, which of the levels each row follows."""
+    return _errors(plain[0], weighted[0], levels) <= tolerance * (plain[1] + weighted[1]).reshape(-1, 1)
 
 
 def _level(plain: Signature, weighted: Signature, dtype: torch.dtype, levels: Sequence[float]) -> Tensor:
@@ -319,13 +322,8 @@ def _level(plain: Signature, weighted: Signature, dtype: torch.dtype, levels: Se
     direction of the projection, by chance, saw little of a row.
     """
     scale = plain[1] + weighted[1]
-    errors = torch.cat(
-        [
-            torch.maximum((weighted[0] - level * plain[0]).abs(), (weighted[1] - abs(level) * plain[1]).abs())
-            for level in levels
-        ],
-        1,
-    )
+    norms = _errors(plain[1], weighted[1], [abs(level) for level in levels])
+    errors = torch.maximum(_errors(plain[0], weighted[0], levels), norms)
     best, second = errors.topk(2, 1, largest=False)[0].unbind(1)
     told = (best <= _tolerance(dtype) * scale.squeeze(1)) & (CLEARLY * best < second)
     return torch.where(told, errors.argmin(1), -1)
@@ -353,14 +351,12 @@ def apart(
 ) -> bool:
     """Whether each row follows the weight of one example, whichever that is, in one of the `views`: of the plain
     back-propagation, and of weighted ones."""
-    return not seen[0] or any(
-        all(_apart(seen[0][view], rows[view], dtype, levels) for rows in seen[1:]) for view in seen[0]
-    )
 
+    def follow(plain: Signature, weighted: Signature) -> bool:
+        fits = _fits(plain, weighted, _tolerance(dtype), levels).any(1, keepdim=True)
+        return bool((fits | ~(plain[1] + weighted[1]).isfinite()).all())
 
-def _apart(plain: Signature, weighted: Signature, dtype: torch.dtype, levels: Sequence[float]) -> bool:
-    follows = torch.stack([rows for _, rows in _by_level(plain, weighted, _tolerance(dtype), levels)]).any(0)
-    return bool((follows | ~(plain[1] + weighted[1]).isfinite()).all())
+    return not seen[0] or any(all(follow(seen[0][view], rows[view]) for rows in seen[1:]) for view in seen[0])
 
 
 def _compared(plain: Signature, weighted: Signature, by_row: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dpexp.clipping.operations import SPREAD
-from dpexp.clipping.tapping.dataflow import in_place
 from dpexp.clipping.tapping.uses import Template, Use, Value
 from dpexp.clipping.tapping.values import OF_PARAMETERS, Call, Origin, has_rows, origin, values_of
 
@@ -90,8 +89,6 @@ def _broadcast_shape(call: Call, met: Sequence[Value]) -> torch.Size:
     """The shape that the values are broadcast to."""
     if call.func.__name__ == "__setitem__":
         return call.args[0][call.args[1]].shape
-    if in_place(call.func):
-        return call.args[0].shape
     if call.func is F.scaled_dot_product_attention:
         query, key = call.others[:2]
         return torch.Size([*query.shape[:-1], key.shape[-2]])

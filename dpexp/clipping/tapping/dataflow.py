@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from types import FrameType, FunctionType, MethodType, ModuleType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,68 +24,31 @@ from dpexp.clipping.compiling import cut
 from dpexp.clipping.refusals import STRIDED, refuse_lookup
 from dpexp.errors import UserError
 
-T = TypeVar("T")
 # Operators that write to their first argument.
 WRITING = {
     "__iadd__", "__isub__", "__imul__", "__itruediv__", "__idiv__", "__ifloordiv__", "__ipow__", "__imod__",
     "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__", "__setitem__",
 }  # fmt: skip
-# Operations that put rows back to where they were, with the place of these rows among their arguments, and operations that pick
-# some along a dimension, with its place.
-RETURNING = {
-    "__setitem__": 2,
-    "index_add": 3,
-    "index_copy": 3,
-    "index_put": 2,
-    "index_reduce": 3,
-    "masked_scatter": 2,
-    "scatter": 3,
-    "scatter_add": 3,
-    "scatter_reduce": 3,
-    "select_scatter": 1,
-    "slice_scatter": 1,
-}
-PICKING = {
-    "index_select": 1,
-    "take_along_dim": 2,
-    "gather": 1,
-    "sort": 1,
-    "argsort": 1,
-    "topk": 2,
-    "roll": 2,
-    "flip": 1,
-}
-# Products with a matrix, which may put rows in another order, with how many arguments stand before the matrices.
-PRODUCTS = {
-    **dict.fromkeys(("matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv", "inner", "linear"), 0),
-    **dict.fromkeys(("sparse_mm", "_sparse_mm", "tensordot", "linalg_multi_dot"), 0),
-    **dict.fromkeys(("addmm", "addmv", "addbmm", "baddbmm"), 1),
-}
+# Operations that put rows back to where they were, with the place of these rows among their arguments.
+RETURNING = dict(
+    __setitem__=2, index_add=3, index_copy=3, index_put=2, index_reduce=3, masked_scatter=2, scatter=3, scatter_add=3,
+    scatter_reduce=3, select_scatter=1, slice_scatter=1,
+)  # fmt: skip
+# Operations that pick some rows along a dimension, with its place.
+PICKING = dict(index_select=1, take_along_dim=2, gather=1, sort=1, argsort=1, topk=2, roll=2, flip=1)
+# Products with a matrix, which may put rows in another order, with how many tensors stand before the matrices.
+PRODUCTS = dict(
+    matmul=0, __matmul__=0, __rmatmul__=0, mm=0, bmm=0, mv=0, inner=0, linear=0, sparse_mm=0, _sparse_mm=0, tensordot=0,
+    linalg_multi_dot=0, addmm=1, addmv=1, addbmm=1, baddbmm=1,
+)  # fmt: skip
 # Operations that pick or order rows by their values or lengths, whatever else they are given.
 ORDERING = {"masked_select", "take", "msort", "_pack_padded_sequence", "unique", "unique_consecutive"}
 # Operations that take the rows of a tensor apart, with the place of the dimension among their arguments, and operations that put
-# tensors together to rows, in an order that Python may have made.
-CUTTING = {
-    "unbind": 1,
-    "select": 1,
-    "narrow": 1,
-    "split": 2,
-    "split_with_sizes": 2,
-    "chunk": 2,
-    "tensor_split": 2,
-}
-JOINING = {
-    "cat",
-    "concat",
-    "concatenate",
-    "stack",
-    "vstack",
-    "row_stack",
-    "hstack",
-    "column_stack",
-    "dstack",
-    "pad_sequence",
-}
+# tensors together to rows, in an order that Python may have made, with the dimension along which they do where none is given.
+CUTTING = dict(unbind=1, select=1, narrow=1, split=2, split_with_sizes=2, chunk=2, tensor_split=2)
+JOINING = dict(
+    cat=0, concat=0, concatenate=0, stack=0, vstack=0, row_stack=0, pad_sequence=0, hstack=1, column_stack=1, dstack=1
+)  # fmt: skip
 # of their second argument they read what kind of numbers it has, or its shape, and nothing else
 KINDS = (Tensor.to, Tensor.type_as, Tensor.expand_as, Tensor.view_as, Tensor.reshape_as)
 # Operations after which a row may be that of several examples, each of which reads it alone.
@@ -147,10 +110,16 @@ class DataFlow(TorchFunctionMetadataMode):
         kwargs = kwargs or {}
         refuse_lookup(func, args, kwargs)
         result = func(*args, **kwargs)
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if not args and "input" in kwargs:
+            # the first argument, by its name
+            args, kwargs = (kwargs["input"],), {k: v for k, v in kwargs.items() if k != "input"}
+        tensors, made = (
+            [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+            for value in ((args, kwargs), result)
+        )
         tensors = tensors[:1] if func in KINDS else tensors
         if func is torch.arange or (tensors and all(tensor in self._counting for tensor in tensors)):
-            self._counting.update({leaf: None for leaf in tree_leaves(result) if isinstance(leaf, Tensor)})
+            self._counting.update(dict.fromkeys(made))
         if any(tensor in self._followed for tensor in tensors):
             name = _name(func)
             base = args[0] if args and isinstance(args[0], Tensor) else None
@@ -160,7 +129,7 @@ class DataFlow(TorchFunctionMetadataMode):
                 routed, picked = self.routed(base), self._sent(name, args, kwargs)
                 cut = None
             else:
-                routed, picked = self.routed(*tensors), self._picked(name, args, kwargs)
+                routed, picked = self.routed(*tensors), self._picked(name, args, kwargs, tensors)
             if (joined := _joined(name, args, kwargs, tensors, cut)) is not None:
                 picked, cut = picked | joined, None
             elif base is not None and base in self._followed and (size := _cut_along(name, args, kwargs)):
@@ -169,27 +138,21 @@ class DataFlow(TorchFunctionMetadataMode):
             if any(tensor.requires_grad for tensor in tensors):
                 self.picked |= picked
             of_examples = self.of_examples(tensors) and name not in SHARING
-            if of_examples and base is not None and in_place(func, kwargs):
-                self._of_examples[base] = None
-            for leaf in tree_leaves(result):
-                if isinstance(leaf, Tensor):
-                    self.add(leaf, routed)
-                    if of_examples:
-                        self._of_examples[leaf] = None
-                    if cut is not None:
-                        self._cut[leaf] = cut
             if base is not None and in_place(func, kwargs):
-                self.add(base, routed)
-                self._add_whole(base, routed if cut is None else routed | FIRST)
+                made.append(base)
+                whole = base._base
+                if whole is not None and whole.dim() and base.shape[:1] != whole.shape[:1]:
+                    # it was written to through a view of some of its rows
+                    self.add(whole, self.routed(whole) | routed | (NONE if cut is None else FIRST))
+            for leaf in made:
+                self.add(leaf, routed)
+                if of_examples:
+                    self._of_examples[leaf] = None
+                if cut is not None:
+                    self._cut[leaf] = cut
         return result
 
-    def _add_whole(self, view: Tensor, routed: Sizes) -> None:
-        """Follow the tensor that was written to through a view of some of its rows."""
-        whole = view._base
-        if whole is not None and whole.dim() and view.shape[:1] != whole.shape[:1]:
-            self.add(whole, self.routed(whole) | routed)
-
-    def _picked(self, name: str, args: Any, kwargs: Any) -> Sizes:
+    def _picked(self, name: str, args: Any, kwargs: Any, tensors: list[Tensor]) -> Sizes:
         """Along which dimensions an operation picks or orders rows by the values of a tensor, or by a list."""
         base = args[0] if args else None
         other = args[1] if len(args) > 1 else None
@@ -197,8 +160,8 @@ class DataFlow(TorchFunctionMetadataMode):
             # the rows of a table are picked
             return FIRST
         if name in PRODUCTS:
-            matrices = [leaf for leaf in tree_leaves(args[PRODUCTS[name] :]) if isinstance(leaf, Tensor)]
-            return NONE.union(*(self._multiplied(name, a, b) for a, b in pairwise(matrices)))
+            matrices = pairwise(tensors[PRODUCTS[name] :])
+            return NONE.union(*(self._multiplied(name, a, b) for a, b in matrices))
         if name == "einsum" and isinstance(base, str):
             return self._summed(base.replace(" ", ""), tree_leaves(args[1:]))
         if not isinstance(base, Tensor) or base not in self._followed:
@@ -206,7 +169,7 @@ class DataFlow(TorchFunctionMetadataMode):
         if name in ORDERING:
             return FIRST
         if name in PICKING:
-            return _along(base, name, args, kwargs)
+            return NONE.union(*(_size(base, dim) for dim in _dims(args, kwargs, PICKING[name], -1)))
         if name == "repeat_interleave":
             repeats = kwargs.get("repeats", other)
             return FIRST if isinstance(repeats, Tensor) else NONE
@@ -272,7 +235,7 @@ class DataFlow(TorchFunctionMetadataMode):
             return NONE.union(*(_size(args[0], dim) for dim in told))
         if name in ("masked_scatter", "index_put"):
             return FIRST
-        return _size(args[0], _dim(args, kwargs, 0))
+        return _size(args[0], _dims(args, kwargs, 1, 0)[0])
 
 
 def _name(func: Any) -> str:
@@ -315,18 +278,10 @@ def _size(tensor: Tensor, dim: int) -> Sizes:
     return Sizes({tensor.shape[dim]}) if dim else FIRST
 
 
-def _along(base: Tensor, name: str, args: Any, kwargs: Any) -> Sizes:
-    """The sizes of the dimensions along which an operation of `PICKING` picks rows."""
-    place = PICKING[name]
-    given = kwargs.get("dim", kwargs.get("dims", args[place] if len(args) > place else -1))
-    dims = given if isinstance(given, list | tuple) else (given,)
-    return NONE.union(*(_size(base, dim) for dim in dims if type(dim) is int))
-
-
-def _dim(args: Any, kwargs: Any, default: int) -> int:
-    """Return the dimension that an operation is given."""
-    given = kwargs.get("dim", next((a for a in args[1:] if isinstance(a, int)), default))
-    return given if isinstance(given, int) else default
+def _dims(args: Any, kwargs: Any, place: int, default: int) -> list[int]:
+    """The dimensions that an operation is given by name, or among its arguments from a place on."""
+    given = kwargs.get("dim", kwargs.get("dims", args[place:]))
+    return [leaf for leaf in tree_leaves(given) if type(leaf) is int] or [default]
 
 
 def _cut_along(name: str, args: Any, kwargs: Any) -> int | None:
@@ -338,8 +293,7 @@ def _cut_along(name: str, args: Any, kwargs: Any) -> int | None:
         cut = (d for d, part in parts if type(part) is int or (isinstance(part, slice) and part != whole))
         dim = next(cut, None)
     elif name in CUTTING and args[0].dim():
-        given = kwargs.get("dim", args[CUTTING[name]] if len(args) > CUTTING[name] else 0)
-        dim = given % args[0].dim() if isinstance(given, int) else None
+        dim = _dims(args, kwargs, CUTTING[name], 0)[0] % args[0].dim()
     return args[0].shape[dim] if dim in (0, 1) else None
 
 
@@ -351,8 +305,7 @@ def _joined(name: str, args: Any, kwargs: Any, tensors: list[Tensor], cut: int |
     if name not in JOINING or len(tensors) < 2:
         return None
     last = tensors[0].dim() + (name == "stack")
-    sideways = name in ("hstack", "column_stack", "dstack")
-    dim = 0 if name == "pad_sequence" else _dim(args, kwargs, int(sideways)) % max(1, last)
+    dim = _dims(args[:2], kwargs, 1, JOINING[name])[0] % max(1, last)
     if dim > 1:
         return None
     return NONE if cut is None or (dim and cut != len(tensors)) else Sizes({cut, len(tensors)})
@@ -431,13 +384,14 @@ def entered(value: Any) -> Entered:
     tensors = tensors_in(value)
     if any(tensor.is_nested and tensor.layout == torch.strided for tensor in tensors):
         raise UserError(STRIDED)
-    lists = [leaf for leaf in tree_leaves(value, is_leaf=_is_list) if _is_list(leaf)]
+    lists = [leaf for leaf in tree_leaves(value, is_leaf=is_tensors) if is_tensors(leaf)]
     shapes = [tensor.shape[:2] for tensor in tensors if tensor.dim()]
     lengths = [torch.Size([len(items)]) for items in lists]
     return Entered(tensors, (*lengths, *shapes), len(lists) if shapes else 0)
 
 
-def _is_list(value: Any) -> bool:
+def is_tensors(value: Any) -> bool:
+    """Tell whether a value is a list of tensors."""
     return isinstance(value, list) and bool(value) and all(isinstance(item, Tensor) for item in value)
 
 

@@ -12,7 +12,7 @@ operation, its *role*, holds from then on.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -109,7 +109,10 @@ def _dispatch(func: Any, args: tuple, kwargs: dict) -> Any:
                 result = meeting.again(Call(values[0].recorder, func, args, kwargs, values, key))
                 if result is not NotImplemented:
                     return result
-            tensors = [item for item in _flat(args, kwargs) if isinstance(item, Tensor)]
+            groups = (
+                item if isinstance(item, list | tuple) else (item,) for item in (*args, *kwargs.values())
+            )
+            tensors = [item for group in groups for item in group if isinstance(item, Tensor)]
             values = [t for t in tensors if type(t) is Followed and t.key is not None]
             if values and values[0].recorder.following:
                 key = operation_key(func, values)
@@ -134,14 +137,6 @@ def _set(func: Any, value: Any, *given: Any) -> None:
         func(param, *given)
     if param is None or func == SET_DATA:
         func(value, *given)
-
-
-def _flat(args: Any, kwargs: Any) -> Iterator[Any]:
-    for item in (*args, *kwargs.values()):
-        if isinstance(item, list | tuple):
-            yield from item
-        else:
-            yield item
 
 
 def _meet(call: Call, tensors: list[Tensor]) -> Any:

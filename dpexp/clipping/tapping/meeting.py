@@ -12,7 +12,7 @@ from dpexp.clipping.operations import ANY_FUNCTION, FORMULAS, spreads
 from dpexp.clipping.tapping.copies import spread
 from dpexp.clipping.tapping.dataflow import in_place
 from dpexp.clipping.tapping.uses import USE, Slot, Template, Use, Value, ValueSlot, in_autocast, kind_of
-from dpexp.clipping.tapping.values import Call, has_rows, names_of, origin, values_of
+from dpexp.clipping.tapping.values import Call, has_rows, origin, values_of
 from dpexp.errors import UserError
 
 INNER = (
@@ -28,13 +28,10 @@ def again(call: Call) -> Any:
     if recorder.flow is not None or not recorder.following:
         return NotImplemented
     template = recorder.templates.get(call.key)
-    if (
-        template is None
-        or template.names is None
-        or not template.fits(call.func, call.args, call.kwargs, call.values)
-    ):
+    if template is None or template.names is None:
         return NotImplemented
-    if not (recorder.known_role(call.key) or "").startswith(USE):
+    fits = template.fits(call.func, call.args, call.kwargs, call.values)
+    if not fits or not (recorder.known_role(call.key) or "").startswith(USE):
         return NotImplemented
     return _run(call, template, tuple([Value(v.param.detach(), {v.key: v.param}) for v in call.values]))
 
@@ -55,8 +52,13 @@ def use(call: Call) -> Any:
         return NotImplemented
     if spreads(call.func, call.args, call.kwargs, call.values):
         return spread(call, met)
-    if in_place(call.func) or any(word in call.func.__name__ for word in RANDOM) or _drops(call):
+    if in_place(call.func) or any(word in call.func.__name__ for word in RANDOM):
         return NotImplemented
+    if call.func is F.scaled_dot_product_attention:
+        dropout = call.kwargs.get("dropout_p", call.args[4] if len(call.args) > 4 else 0.0)
+        if dropout:
+            # another mask would be drawn where it is repeated
+            return NotImplemented
     template, nested = planned(call)
     if nested is None:
         call.recorder.templates[call.key] = template
@@ -101,8 +103,9 @@ def _run(call: Call, template: Template, met: tuple[Value, ...], nested: list[Te
         if y._is_view():
             # an in-place operation may follow, which a view out of a custom function does not allow
             y = torch.ops.aten._unsafe_view(y, y.shape)
+    names = template.names or tuple(dict.fromkeys(name for value in met for name in value.reached))
     found = Use(
-        template, call.recorder.place(call.key), met, template.names or names_of(met), flags, input_shape, y.shape,
+        template, call.recorder.place(call.key), met, names, flags, input_shape, y.shape,
         *origin(call.recorder, call.batched), active, [(t.shape, t.dtype, t.device) for t in rest],
     )  # fmt: skip
     return call.recorder.tap(y, found, tuple(saved))
@@ -159,22 +162,6 @@ def planned(call: Call) -> tuple[Template, list[Tensor] | None]:
     known = formula.label is not None and not nested and all(value.param is not None for value in values)
     names = tuple(dict.fromkeys(value.key or "" for value in values)) if known else None
     kind = kind_of(main) if isinstance(main, Tensor) else None
-    template = Template(
-        formula,
-        call.func,
-        arguments,
-        keywords,
-        tuple(tensors),
-        tuple(literals),
-        tuple(from_batch),
-        names,
-        kind,
-    )
+    seen = tuple(tensors), tuple(literals), tuple(from_batch)
+    template = Template(formula, call.func, arguments, keywords, *seen, names, kind)
     return template, saved if nested else None
-
-
-def _drops(call: Call) -> bool:
-    """Whether attention would draw another dropout mask when it is repeated."""
-    if call.func is not F.scaled_dot_product_attention:
-        return False
-    return bool(call.kwargs.get("dropout_p", call.args[4] if len(call.args) > 4 else 0.0))

@@ -44,12 +44,11 @@ def multihead_attention(
     if self._qkv_same_embed_dim and same:
         q, k, v = F.linear(query, self.in_proj_weight, bias).chunk(3, dim=-1)
     else:
-        size = self.embed_dim
         if self._qkv_same_embed_dim:
-            weights = [self.in_proj_weight[i * size : (i + 1) * size] for i in range(3)]
+            weights = self.in_proj_weight.chunk(3)
         else:
-            weights = [self.q_proj_weight, self.k_proj_weight, self.v_proj_weight]
-        biases = [None if bias is None else bias[i * size : (i + 1) * size] for i in range(3)]
+            weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+        biases = (None, None, None) if bias is None else bias.chunk(3)
         q, k, v = (F.linear(x, w, b) for x, w, b in zip((query, key, value), weights, biases, strict=True))
     # [B, H, T, E / H]
     q, k, v = (x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for x in (q, k, v))

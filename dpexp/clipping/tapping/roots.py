@@ -8,7 +8,7 @@ its losses, so each stage proves its own rows, and the proof of a chain of stage
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,6 +111,11 @@ class Roots:
     def graph(self) -> Iterator[Any]:
         """Yield every node of the graph behind these roots."""
         return nodes_behind([node for node, _ in self.edges()])
+
+    def made_of(self, outputs: Collection[NodeKey]) -> dict[NodeKey, GradientEdge]:
+        """Return those of some outputs that these roots were computed from, as edges of their graph."""
+        nodes = {node._sequence_nr(): node for node in self.graph()} if outputs else {}
+        return {key: GradientEdge(nodes[key[0]], key[1]) for key in outputs if key[0] in nodes}
 
     @property
     def in_16_bits(self) -> bool:

@@ -96,7 +96,7 @@ def swapped_class(cls: type[nn.Module], params: tuple[str, ...], with_forward: b
     """
     key = (cls, params, with_forward)
     if key not in _swapped_classes:
-        body: dict[str, Any] = {local: property(_reader(local), _writer(local)) for local in params}
+        body: dict[str, Any] = {local: _property(local) for local in params}
         body |= {"_dpexp_native": cls, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
         body["__reduce_ex__"] = _reduce
         if with_forward:
@@ -111,19 +111,15 @@ def swapped_class(cls: type[nn.Module], params: tuple[str, ...], with_forward: b
     return _swapped_classes[key]
 
 
-def _reader(local: str) -> Any:
+def _property(local: str) -> property:
     def read(module: nn.Module) -> Any:
         return module.__dict__[SITE].read(module, local)
 
-    return read
-
-
-def _writer(local: str) -> Any:
     def write(module: nn.Module, value: Any) -> None:
         # a module sets its own parameters elsewhere
         raise UserError(MOVED.format(name=module.__dict__[SITE].params[local]))
 
-    return write
+    return property(read, write)
 
 
 # uses are recorded in Python: compiled code is cut here, and exact

@@ -40,19 +40,21 @@ SELECTIVE = (
     "selective activation checkpointing keeps what it saved for a single back-propagation, and a clipper needs several to prove "
     "what it does: leave context_fn=create_selective_checkpoint_contexts(…) out, so that checkpoint() computes all of it again"
 )
-
 NESTED = (
     "was reached by a back-propagation inside of the one that clips (a hook or a backward of the model's own that asks "
     "autograd for gradients: the solver of a fixed point), and no clipper sees what is made of it: give the inner function "
     "detached parameters (torch.func.functional_call(module, {name: p.detach() for name, p in module.named_parameters()}, z)), "
     "or back-propagate through the last iterations instead"
 )
-
 SPENT = (
     "these losses, or others of the same forward, were back-propagated before, and what their graph held is freed: add the "
     "losses of each example, and call backward once for each forward"
 )
-
+TORCH_SAYS = {
+    "Checkpointing is not compatible": REENTRANT,
+    "selective activation checkpoint": SELECTIVE,
+    "Trying to backward through the graph a second time": SPENT,
+}
 OVERWRITTEN = (
     "was given a tensor that the model writes to later on. Ordinary autograd, which may need less of it, carries the gradient "
     "from now on: run this step again"
@@ -209,13 +211,6 @@ class Recorder:
             self.alive.add(owner)
         return Tap.apply(y, self.anchor, self, owner, use, *saved)
 
-    def learn_batch(self, owner: ForwardPass, rows: int) -> bool:
-        """Remember which input is the batch. Returns whether it was another one than assumed in this pass."""
-        if not owner.mistook(rows):
-            return False
-        self.batch = next(index for index, shape in enumerate(owner.shapes) if shape[0] == rows)
-        return True
-
     def asked(self) -> bool:
         """Tell whether the running back-propagation, which is none of ours, is to end at parameters of the attached model.
 
@@ -266,7 +261,10 @@ class Visit:
         self.rows = self.num_examples * rows_per_example
         waiting = recorder.alive if roots.owner is None else [roots.owner]
         waiting = [p for p in waiting if not p.consumed and p.uses]
-        self.passes = [p for p in waiting if p.may_have(self.rows) or self._began(p)]
+        # what the roots were computed by, whatever entered it: nodes of graphs, several rows of each example
+        self.passes = [
+            p for p in waiting if p.may_have(self.rows) or any(id(use) in self.reached for use in p.uses)
+        ]
         self.uses = [use for owner in self.passes for use in owner.uses]
         self.arrived: set[ForwardPass] = set()
         self.input_gradients: tuple[Tensor | None, ...] = ()
@@ -277,14 +275,7 @@ class Visit:
     @cached_property
     def returned(self) -> dict[NodeKey, GradientEdge]:
         """What watched forwards have returned of rows of examples, as far as the roots were computed from it."""
-        wanted = {key for owner in self.recorder.watched for key in owner.returned}
-        nodes = self.roots.graph() if wanted else ()
-        outputs = ((node, output) for node in nodes for output in range(len(node._input_metadata)))
-        return {key: GradientEdge(*made) for made in outputs if (key := node_key(*made)) in wanted}
-
-    def _began(self, owner: ForwardPass) -> bool:
-        """Whether the roots were computed by a forward, whatever entered it: nodes of graphs, several rows of each example."""
-        return any(id(use) in self.reached for use in owner.uses)
+        return self.roots.made_of({key for owner in self.recorder.watched for key in owner.returned})
 
     @cached_property
     def reached(self) -> set[int]:
@@ -347,12 +338,9 @@ class Visit:
                     retain_graph=retain, allow_unused=True,
                 )  # fmt: skip
         except RuntimeError as error:
-            if "Checkpointing is not compatible" in str(error):
-                raise UserError(REENTRANT) from error
-            if "Trying to backward through the graph a second time" in str(error):
-                raise UserError(SPENT) from error
-            if "selective activation checkpoint" in str(error):
-                raise UserError(SELECTIVE) from error
+            for said, meant in TORCH_SAYS.items():
+                if said in str(error):
+                    raise UserError(meant) from error
             if isinstance(error, CheckpointError):
                 raise LateError(
                     "a checkpointed part of the model computed something else when it was computed again (a layer that is used "
@@ -392,7 +380,10 @@ class Visit:
         moved = False
         for owner in self.arrived:
             owner.consumed = True
-            moved |= self.recorder.learn_batch(owner, self.rows)
+            if owner.mistook(self.rows):
+                moved = True
+                # for the next forward
+                self.recorder.batch = [shape[0] for shape in owner.shapes].index(self.rows)
         waiting = [p for p in self.recorder.watched if p.returned.isdisjoint(self.returned)]
         self.recorder.watched = deque(waiting, self.recorder.watched.maxlen)
         return moved

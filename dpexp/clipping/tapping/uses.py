@@ -93,12 +93,6 @@ class Value:
         a, g = of_value.parts
         return Grouped(a, g, torch.full(a.shape[:2], number, device=a.device), len(param))
 
-    def gradients(self, of_value: Tensor, names: set[str]) -> Iterator[tuple[str, Tensor]]:
-        """Pull one gradient of the value back."""
-        for name, param in self.reached.items():
-            if name in names:
-                yield name, of_value if self.graph is None else PullBack(self.graph, param)(of_value[None])[0]
-
 
 @dataclass(frozen=True, eq=False)
 class PullBack:
@@ -221,10 +215,9 @@ class Template:
 
     def call(self, values: Sequence[Tensor], saved: Sequence[Tensor], rest: Sequence[Tensor]) -> Any:
         """Run the operation on ``values``, what is ``saved`` of it, and the ``rest``, whose contents are not needed later."""
-        args = [_filled(item, values, saved, rest) for item in self.args]
-        return self.func(
-            *args, **{name: _filled(item, values, saved, rest) for name, item in self.kwargs.items()}
-        )
+        tensors = values, saved, rest
+        kwargs = {name: _filled(item, *tensors) for name, item in self.kwargs.items()}
+        return self.func(*[_filled(item, *tensors) for item in self.args], **kwargs)
 
     def fits(self, func: Any, args: tuple, kwargs: dict, values: Sequence[Any]) -> bool:
         """Tell whether the arguments are of the same kind."""
@@ -239,11 +232,8 @@ class Template:
             given = args[where] if type(where) is int else kwargs.get(where)
             if not isinstance(given, Tensor) or (main and kind_of(given) != self.kind):
                 return False
-            if (
-                (given is not values[slot])
-                if isinstance(slot, ValueSlot)
-                else any(given is value for value in values)
-            ):
+            right = given is values[slot] if isinstance(slot, ValueSlot) else not is_one_of(given, values)
+            if not right:
                 return False
         return True
 
@@ -333,8 +323,11 @@ class Use:
         for value, g in zip(self.values, grads, strict=True):
             if g is None:
                 continue  # type: ignore[unreachable]
-            for name, gradient in value.gradients(g, names):
-                found[name] = found[name] + gradient if name in found else gradient
+            # in the order of the parameters: sums of norms are to be the same in every process
+            for name, param in value.reached.items():
+                if name in names:
+                    of_param = g if value.graph is None else PullBack(value.graph, param)(g[None])[0]
+                    found[name] = found[name] + of_param if name in found else of_param
         return found
 
     def call(self, values: tuple[Tensor, ...], saved: tuple[Tensor, ...]) -> Tensor:
@@ -390,10 +383,6 @@ class ForwardPass:
         """Tell whether the batch, of so many rows, is another input than was taken for it."""
         # where there is none, it is the second dimension of an input
         return bool(self.shapes) and self.rows != rows and self.has_in_front(rows)
-
-    def may_have_picked(self, rows: int) -> bool:
-        """Tell whether some of so many rows may have been picked, and met others: in this batch, or in the next one."""
-        return not self.picked.isdisjoint((0, rows))
 
     def is_ragged(self, first: int, rows: int) -> bool:
         """Tell whether ``first`` rows may have entered end to end: texts of any length, or graphs."""

@@ -85,11 +85,6 @@ def _behind(recorder: Recorder, value: Tensor) -> tuple[dict[str, nn.Parameter],
     return {name: reached[name] for name in recorder.params if name in reached}, rounds
 
 
-def names_of(values: Sequence[Value]) -> tuple[str, ...]:
-    """Return the parameters that values reach."""
-    return tuple(dict.fromkeys(name for value in values for name in value.reached))
-
-
 def origin(recorder: Recorder, batched: Sequence[Tensor]) -> Origin:
     """Tell what the result of an operation on these tensors was computed from."""
     flow = recorder.flow
@@ -102,15 +97,13 @@ def origin(recorder: Recorder, batched: Sequence[Tensor]) -> Origin:
 
 def has_rows(call: Call, shape: torch.Size) -> bool:
     """Tell whether what an operation gives, of this shape, can have rows of examples in its first or second dimension."""
-    rows = call.recorder.rows
+    recorder, rows = call.recorder, call.recorder.rows
     if not shape or not rows or shape[0] % rows == 0 or (len(shape) > 1 and shape[1] == rows):
         return len(shape) > 0
-    return any(t.shape[:1] == shape[:1] for t in call.batched) and _picked(call)
-
-
-def _picked(call: Call) -> bool:
-    """Whether rows may have been picked, as many as there are by chance; where nobody watches, as it was found before."""
-    recorder, key = call.recorder, f"{call.key}~picked"
+    if all(t.shape[:1] != shape[:1] for t in call.batched):
+        return False
+    # rows may have been picked, as many as there are by chance; where nobody watches, as it was found before
+    key = f"{call.key}~picked"
     if recorder.flow is None or recorder.current is None:
         return recorder.known_role(key) is not None
     if recorder.flow.routed(*call.batched):
