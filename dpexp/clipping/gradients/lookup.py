@@ -97,8 +97,6 @@ class Lookup(PerExampleGradient):
     def _segment_norms(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         ids, g = self.ids[start:stop], self.g[start:stop]
         B, T, d = g.shape
-        if T == 0:
-            return (g.new_zeros(B, dtype=numerics.wide(g.dtype)),) * 2
         dtype = numerics.wide(g.dtype)
         g = g.to(torch.float64 if T > LONGEST_RUN else dtype)
         if self.padding_idx is not None:
@@ -112,8 +110,8 @@ class Lookup(PerExampleGradient):
         sums.index_add_(0, segments.flatten(), g.reshape(B * T, d))
         lengths = torch.zeros(B * T, dtype=g.dtype, device=g.device)
         lengths.index_add_(0, segments.flatten(), torch.linalg.vector_norm(g, dim=2).flatten())
-        found = (numerics.squared_norms(each.view(B, T, -1)) for each in (sums, lengths))
-        squares, magnitudes = (each.to(dtype) for each in found)
+        both = (sums.view(B, T, d), lengths.view(B, T, 1))
+        squares, magnitudes = (numerics.squared_norms(each).to(dtype) for each in both)
         return squares, magnitudes
 
     def _scaled(self, factors: Tensor | None) -> Tensor:
@@ -126,14 +124,17 @@ class Lookup(PerExampleGradient):
         return g.reshape(-1, self.shape[1])
 
     def _gradients(self, start: int, stop: int, method: str, out: Tensor | None) -> Tensor:
-        rows, count = self.shape[0], stop - start
-        offsets = rows * torch.arange(count, device=self.device).unsqueeze(1)
-        part = self._replace(ids=self.ids[start:stop], g=self.g[start:stop])
-        table = (
-            self._zeros(count * rows, self.shape[1]) if out is None else out.zero_().view(-1, self.shape[1])
+        return self.add_gradients(
+            self._zeros(stop - start, *self.shape) if out is None else out.zero_(), start
         )
-        add_rows(table, (part.ids.long() + offsets).flatten(), part._scaled(None), part.ids.shape[1])
-        return table.view(count, *self.shape)
+
+    def add_gradients(self, rows: Tensor, start: int) -> Tensor:
+        """Add those of the examples from ``start`` on to ``rows``, ``[b, *shape]``, in place."""
+        some = slice(start, start + len(rows))
+        part, (count, d) = self._replace(ids=self.ids[some], g=self.g[some]), self.shape
+        ids = part.ids.long() + count * torch.arange(len(rows), device=self.device).unsqueeze(1)
+        add_rows(rows.view(-1, d), ids.flatten(), part._scaled(None).to(rows.dtype), ids.shape[1])
+        return rows
 
     def _weighted_sum(self, factors: Tensor, out: Tensor | None) -> Tensor:
         scaled = self._scaled(factors)

@@ -147,6 +147,13 @@ def scale(x: Tensor, factors: Tensor) -> Tensor:
     return x * factors.to(wide(x.dtype)).view(-1, *[1] * (x.dim() - 1))
 
 
+def scale_smaller(first: Tensor, second: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
+    """Two tensors that are multiplied, and the smaller of them by the factors of its examples first."""
+    if first.numel() <= second.numel():
+        return scale(first, factors), second
+    return first, scale(second, factors)
+
+
 def product_into(out: Tensor, a: Tensor, b: Tensor, beta: int) -> None:
     """``out = beta * out + a @ b``, as exact as float32 where one of the matrices has 16 bits and the other has not.
 
@@ -197,8 +204,6 @@ def by_example(x: Tensor, num_examples: int, features: int) -> Tensor:
         num_examples: B; may be 0.
         features: how many trailing dimensions are features and stay.
     """
-    if x.dim() == features + 2 and x.shape[0] == num_examples:
-        return x
     kept = x.shape[x.dim() - features :]
     rows = x.shape[0] // num_examples if num_examples else 1
     positions = rows * math.prod(x.shape[1 : x.dim() - features])
@@ -207,8 +212,6 @@ def by_example(x: Tensor, num_examples: int, features: int) -> Tensor:
 
 def combine(rows: Tensor, factors: Tensor) -> Tensor:
     """``sum_i factors[i] * rows[i]``; ``rows`` is contiguous, ``[B, *shape]``."""
-    if rows.dim() == 2:
-        return torch.mv(rows.t(), factors.to(rows.dtype))
     matrix = rows.view(rows.shape[0], math.prod(rows.shape[1:]))
     return torch.mv(matrix.t(), factors.to(rows.dtype)).view(rows.shape[1:])
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from dpexp.clipping.cost import Cost
 from dpexp.clipping.gradients import numerics
 from dpexp.clipping.gradients.base import PerExampleGradient
-from dpexp.clipping.gradients.lookup import BLOCK, Lookup, add_rows
+from dpexp.clipping.gradients.lookup import BLOCK, Lookup
 from dpexp.clipping.gradients.outer import Outer
 
 
@@ -84,11 +84,7 @@ class Tied(PerExampleGradient):
 
     def _gradients(self, start: int, stop: int, method: str, out: Tensor | None) -> Tensor:
         rows = self.outer._gradients(start, stop, method, out).to(self.dtype)
-        lookup = self.lookup
-        part = lookup._replace(ids=lookup.ids[start:stop], g=lookup.g[start:stop])
-        for row, ids, g in zip(rows, part.ids, part._scaled(None).view(part.g.shape), strict=True):
-            add_rows(row, ids, g.to(self.dtype), len(ids))
-        return rows
+        return self.lookup.add_gradients(rows, start)
 
     def _weighted_sum(self, factors: Tensor, out: Tensor | None) -> Tensor:
         total = self.outer.weighted_sum(factors, out)
