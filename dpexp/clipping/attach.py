@@ -87,7 +87,8 @@ class Clipper(AnyClipper):
             )
         super().__init__(model, groups, clip_norm, rule, rows_per_example, fixed_length)
         self.max_clip_scale, self.rows_per_example = max_clip_scale, rows_per_example
-        self._reducer = distributed.reducer_of(model)
+        # the DistributedDataParallel that the model lies in, or holds, as far as a forward has shown it
+        self.reducer: Any = distributed.reducer_of(model)
         self._backend: Backend
         if engine == "opacus":
             self._backend = OpacusBackend(model, self.groups, rows_per_example)
@@ -146,8 +147,8 @@ class Clipper(AnyClipper):
             else:
                 self._backend.forget()
                 if self._reducing is None and self.reduces and not self._shown:
-                    self._reducer = distributed.reducer_around(self.model)
-                    distributed.check_reducer(self._reducer, self.params)
+                    self.reducer = distributed.reducer_around(self.model)
+                    distributed.check_reducer(self.reducer, self.params)
                 if self._reducing is not None and not self._entered:
                     distributed.pass_by(self._reducing)
             self._entered = False
@@ -255,13 +256,8 @@ class Clipper(AnyClipper):
         return thresholds, scale
 
     @property
-    def reducer(self) -> Any:
-        """The DistributedDataParallel that the model lies in, or holds, as far as a forward has shown it."""
-        return self._reducer
-
-    @property
     def _reducing(self) -> Any:
-        return self._reducer if self.reduces else None
+        return self.reducer if self.reduces else None
 
     def _factors(self, thresholds: Tensor, scale: Tensor | None, loss_scale: float) -> Factors:
         if not loss_scale >= 1.0:
@@ -333,7 +329,7 @@ class Clipper(AnyClipper):
         given = entered((args, kwargs))
         looking = self._independence.looking
         if not looking:
-            self._reducer, self._shown = distributed.reducer_of(self.model), True
+            self.reducer, self._shown = distributed.reducer_of(self.model), True
             if torch.is_grad_enabled():
                 if given.tensors and not given.tensors[0].numel():
                     self._try_empty(module, args, kwargs)

@@ -94,7 +94,10 @@ class LocalClipper(WatchedClipper):
         try:
             with buffers_kept(self.model):
                 for part in self._parts(batch):
-                    self._descend(part, loss_scale)
+                    gradients = self._gradients(self.losses(part).sum() * loss_scale)
+                    with torch.no_grad():
+                        for name, gradient in gradients.items():
+                            self.params[name].sub_(gradient, alpha=self.lr / loss_scale)
             updates = {name: before[name] - p.detach() for name, p in self.params.items()}
         finally:
             with torch.no_grad():
@@ -117,11 +120,3 @@ class LocalClipper(WatchedClipper):
                 }
                 chosen = weights[:, rows]
                 yield some | {WEIGHTS: chosen / chosen.sum()}
-
-    def _descend(self, batch: Batch, loss_scale: float) -> None:
-        """One step of SGD."""
-        loss = self.losses(batch).sum() * loss_scale
-        gradients = self._gradients(loss)
-        with torch.no_grad():
-            for name, gradient in gradients.items():
-                self.params[name].sub_(gradient, alpha=self.lr / loss_scale)
