@@ -166,10 +166,9 @@ class Conv(PerExampleGradient):
         gram = numerics.product(pixels.mT, pixels).view(-1, m, *padded, m, *padded)
         unfolded = torch.zeros(gram.shape[0], m, *window, m, *window, dtype=gram.dtype, device=gram.device)
         for offset in itertools.product(*map(range, self.kernel)):
-            sliding = zip(offset, geometry.dilation, window, geometry.stride, strict=True)
-            seen = tuple(
-                slice(o * dil, o * dil + (size - 1) * step + 1, step) for o, dil, size, step in sliding
-            )
+            starts = [o * dilation for o, dilation in zip(offset, geometry.dilation, strict=True)]
+            sliding = zip(starts, window, geometry.stride, strict=True)
+            seen = tuple(slice(s, s + (size - 1) * step + 1, step) for s, size, step in sliding)
             unfolded += gram[(slice(None), slice(None), *seen, slice(None), *seen)]
         slid = self._positions(start, stop)
         both = unfolded.flatten(n + 2).flatten(1, n + 1).mul_(numerics.product(slid.mT, slid))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import reduce
+
 import torch
 from torch import Tensor
 
@@ -11,6 +13,8 @@ from dpexp.clipping.gradients.memory import Scratch
 # Positions from which computing three quarters of a symmetric matrix beats computing all of it, and rows of a block where there
 # are more than two: smaller ones save little more, and multiply more slowly.
 HALVES_FROM, BLOCK = 64, 128
+# rows of a masked Gram matrix that are there at once: of a text of 16384 tokens the whole would be 1 GiB
+ROWS = 512
 
 
 def gram_norms(a: Tensor, g: Tensor, scratch: Scratch) -> tuple[Tensor, Tensor]:
@@ -58,3 +62,24 @@ def _unfolded(block: Tensor) -> Tensor:
     if height >= width:
         return block.sum((1, 2))
     return block[:, :, :height].sum((1, 2)).add_(block[:, :, height:].sum((1, 2)), alpha=2)
+
+
+def norms_by_key(keys: Tensor, *sides: Tensor, skipped: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The same of gradients of many rows or matrices, each of which is a sum over the positions of one key alone.
+
+    Args:
+        keys: ``[B, T]``, integers.
+        sides: ``[B, T, …]``, what is multiplied at a position: outputs' gradients, and inputs where there are any.
+        skipped: ``[B, T]``, bool: positions that have no part in a gradient.
+    """
+    squares, magnitudes = torch.zeros(2, len(keys), dtype=numerics.wide(sides[0].dtype), device=keys.device)
+    for start in range(0, keys.shape[1], ROWS):
+        some = slice(start, start + ROWS)
+        products = reduce(Tensor.mul_, (numerics.product(side[:, some], side.mT) for side in sides))
+        other = keys[:, some].unsqueeze(2) != keys.unsqueeze(1)
+        if skipped is not None:
+            other |= skipped[:, some].unsqueeze(2)
+        products.masked_fill_(other, 0)
+        squares += products.sum((1, 2))
+        magnitudes += products.abs_().sum((1, 2))
+    return squares.clamp_(min=0), magnitudes

@@ -187,11 +187,8 @@ def _pieces(a: Tensor, b: Tensor, out: Tensor) -> Iterator[tuple[Tensor, Tensor]
     a, b, inner = a.to(out.dtype), b.to(out.dtype), a.shape[1]
     if min(out.shape) <= NARROW and inner > LONGEST_RUN:
         # the whole run of a narrow result would be added up in one register: 4096 equal numbers with an error of 4e-5
-        whole = inner - inner % LONGEST_RUN
-        yield (
-            a[:, :whole].unflatten(1, (-1, LONGEST_RUN)).transpose(0, 1),
-            b[:whole].unflatten(0, (-1, LONGEST_RUN)),
-        )
+        whole, runs = inner - inner % LONGEST_RUN, (-1, LONGEST_RUN)
+        yield a[:, :whole].unflatten(1, runs).transpose(0, 1), b[:whole].unflatten(0, runs)
         a, b = a[:, whole:], b[whole:]
     yield a, b
 
@@ -240,10 +237,5 @@ def states_of_chance(device: torch.device) -> tuple[Any, ...]:
     """Where the generators of the process stand, which a hook, or a forward that is computed again, may draw from."""
     numpy: Any = np.random.get_state()
     here = torch.cuda.get_rng_state(device).tolist() if device.type == "cuda" else None
-    return (
-        random.getstate(),
-        numpy[1].tobytes(),
-        numpy[2:],
-        torch.get_rng_state().numpy().tobytes(),
-        here,
-    )
+    torchs = torch.get_rng_state().numpy().tobytes()
+    return random.getstate(), numpy[1].tobytes(), numpy[2:], torchs, here
