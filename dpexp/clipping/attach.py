@@ -21,12 +21,7 @@ from dpexp.clipping.compiling import cut
 from dpexp.clipping.deferred import Measured
 from dpexp.clipping.distributed import Sums
 from dpexp.clipping.engines import engine_named
-from dpexp.clipping.given import (
-    check_losses,
-    check_same_parameters,
-    checked_scale,
-    unwritten,
-)
+from dpexp.clipping.given import check_losses, check_same_parameters, checked_scale, unwritten
 from dpexp.clipping.groups import GroupsSpec
 from dpexp.clipping.opacus_engine import ATTACHED, OpacusBackend
 from dpexp.clipping.reports import Report, coverage_table
@@ -93,9 +88,9 @@ class Clipper(AnyClipper):
         if engine == "opacus":
             self._backend = OpacusBackend(model, self.groups, rows_per_example)
         else:
-            self._backend = TapBackend(
-                model, self.groups, self.engine, rows_per_example, choice, memory_cap_mib
-            )
+            own = self.engine if choice is None else replace(self.engine, norm=choice)
+            cap_bytes = memory_cap_mib * 2**20
+            self._backend = TapBackend(model, self.groups, own, rows_per_example, cap_bytes)
         self._independence.silence = self._backend.silence
         self._shards = self._backend.shards
         self._hook()
@@ -202,9 +197,7 @@ class Clipper(AnyClipper):
             UserError: as `backward`; the batch is empty, the engine is opacus, or parameters are sharded.
         """
         if not isinstance(self._backend, TapBackend) or not roots.num_examples:
-            raise UserError(
-                "norms without sums need engine='auto' (or another of the tapped ones) and a batch"
-            )
+            raise UserError("norms without sums need engine='auto' (or another tapped one) and a batch")
         if self._shards is not None:
             raise UserError(
                 "norms without sums need whole parameters on each rank: leave fully_shard out, or take backward()"

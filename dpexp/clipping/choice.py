@@ -55,10 +55,9 @@ def affordable(per_example: PerExampleGradient, cap_bytes: int) -> list[str]:
 def promising(per_example: PerExampleGradient, methods: list[str], fused: bool) -> list[str]:
     """Without those that cannot win: trying a method costs its time and, for a moment, its memory."""
     summing = per_example.cost("instantiate").flops
-    flops = {
-        m: per_example.cost(m).flops + (summing if fused and not per_example.instantiates(m) else 0)
-        for m in methods
-    }
+    flops = {m: per_example.cost(m).flops for m in methods}
+    if fused:
+        flops = {m: n if per_example.instantiates(m) else n + summing for m, n in flops.items()}
     fewest = min(flops.values())
     lean = [m for m in methods if flops[m] <= HOPELESS_FLOPS * fewest]
     free = [m for m in lean if not per_example.instantiates(m) and FREE * per_example.cost(m).flops < summing]
