@@ -21,12 +21,7 @@ from dpexp.clipping.compiling import cut
 from dpexp.clipping.deferred import Measured
 from dpexp.clipping.distributed import Sums
 from dpexp.clipping.engines import engine_named
-from dpexp.clipping.given import (
-    check_losses,
-    check_same_parameters,
-    checked_scale,
-    unwritten,
-)
+from dpexp.clipping.given import check_losses, check_same_parameters, checked_scale, unwritten
 from dpexp.clipping.groups import GroupsSpec
 from dpexp.clipping.opacus_engine import ATTACHED, OpacusBackend
 from dpexp.clipping.reports import Report, coverage_table
@@ -87,14 +82,15 @@ class Clipper(AnyClipper):
             )
         super().__init__(model, groups, clip_norm, rule, rows_per_example, fixed_length)
         self.max_clip_scale, self.rows_per_example = max_clip_scale, rows_per_example
-        self._reducer = distributed.reducer_of(model)
+        # the DistributedDataParallel that the model lies in, or holds, as far as a forward has shown it
+        self.reducer: Any = distributed.reducer_of(model)
         self._backend: Backend
         if engine == "opacus":
             self._backend = OpacusBackend(model, self.groups, rows_per_example)
         else:
-            self._backend = TapBackend(
-                model, self.groups, self.engine, rows_per_example, choice, memory_cap_mib
-            )
+            own = self.engine if choice is None else replace(self.engine, norm=choice)
+            cap_bytes = memory_cap_mib * 2**20
+            self._backend = TapBackend(model, self.groups, own, rows_per_example, cap_bytes)
         self._independence.silence = self._backend.silence
         self._shards = self._backend.shards
         self._hook()
@@ -146,8 +142,8 @@ class Clipper(AnyClipper):
             else:
                 self._backend.forget()
                 if self._reducing is None and self.reduces and not self._shown:
-                    self._reducer = distributed.reducer_around(self.model)
-                    distributed.check_reducer(self._reducer, self.params)
+                    self.reducer = distributed.reducer_around(self.model)
+                    distributed.check_reducer(self.reducer, self.params)
                 if self._reducing is not None and not self._entered:
                     distributed.pass_by(self._reducing)
             self._entered = False
@@ -201,9 +197,7 @@ class Clipper(AnyClipper):
             UserError: as `backward`; the batch is empty, the engine is opacus, or parameters are sharded.
         """
         if not isinstance(self._backend, TapBackend) or not roots.num_examples:
-            raise UserError(
-                "norms without sums need engine='auto' (or another of the tapped ones) and a batch"
-            )
+            raise UserError("norms without sums need engine='auto' (or another tapped one) and a batch")
         if self._shards is not None:
             raise UserError(
                 "norms without sums need whole parameters on each rank: leave fully_shard out, or take backward()"
@@ -255,13 +249,8 @@ class Clipper(AnyClipper):
         return thresholds, scale
 
     @property
-    def reducer(self) -> Any:
-        """The DistributedDataParallel that the model lies in, or holds, as far as a forward has shown it."""
-        return self._reducer
-
-    @property
     def _reducing(self) -> Any:
-        return self._reducer if self.reduces else None
+        return self.reducer if self.reduces else None
 
     def _factors(self, thresholds: Tensor, scale: Tensor | None, loss_scale: float) -> Factors:
         if not loss_scale >= 1.0:
@@ -333,7 +322,7 @@ class Clipper(AnyClipper):
         given = entered((args, kwargs))
         looking = self._independence.looking
         if not looking:
-            self._reducer, self._shown = distributed.reducer_of(self.model), True
+            self.reducer, self._shown = distributed.reducer_of(self.model), True
             if torch.is_grad_enabled():
                 if given.tensors and not given.tensors[0].numel():
                     self._try_empty(module, args, kwargs)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -87,17 +86,10 @@ class TapBackend(Backend):
     """All engines but ``opacus``: parameters are followed to the operations that use them."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        groups: list[Group],
-        engine: Engine,
-        rows_per_example: int,
-        choice: str | None,
-        memory_cap_mib: int,
+        self, model: nn.Module, groups: list[Group], engine: Engine, rows_per_example: int, cap_bytes: int
     ):
         self.shards, self.groups = shards_of(model), groups
-        engine = engine if choice is None else replace(engine, norm=choice)
-        self.survey, self.methods = Survey(), Methods(memory_cap_mib * 2**20)
+        self.survey, self.methods = Survey(), Methods(cap_bytes)
         self.setup = Setup(groups, engine, self.survey, self.methods)
         self.rows_per_example = rows_per_example
         self.recorder = Recorder(trainable_parameters(model), self.survey.roles, self.shards)

@@ -119,15 +119,9 @@ class Step:
         for use in visit.uses:
             for name in use.names:
                 self.expected[name] += 1
-        self.remaining = [
-            sum(self.expected[name] for name in group.params if name not in self.looped) for group in groups
-        ]
-        self.early = [
-            len(visit.passes) == 1
-            and not (self.engine.second_pass or deferred)
-            and not (set(group.params) & self.looped)
-            for group in groups
-        ]
+        self.remaining = [sum(self.expected[n] for n in g.params if n not in self.looped) for g in groups]
+        at_once = len(visit.passes) == 1 and not (self.engine.second_pass or deferred)
+        self.early = [at_once and self.looped.isdisjoint(group.params) for group in groups]
 
     def measure(self) -> Tensor:
         """Find the squared norms, ``[K, B]``; unless `deferred`, groups that are complete are summed on the way."""
@@ -197,9 +191,8 @@ class Step:
         if not names:
             return {}
         self.survey.tell(use, gy)
-        return per_example(
-            use, saved, gy, self.layout[id(use)], self.visit.rows, self.visit.num_examples, names
-        )
+        layout, visit = self.layout[id(use)], self.visit
+        return per_example(use, saved, gy, layout, visit.rows, visit.num_examples, names)
 
     def _record(self, owner: ForwardPass, use: Use, saved: tuple[Tensor, ...], gy: Tensor) -> None:
         found = self._per_example(use, saved, gy)
@@ -383,10 +376,8 @@ class Step:
             self._add(name, total)
 
 
-def _joined(chunks: list[Bounded]) -> Bounded | None:
-    """The factors of chunks of examples as one; None of no chunk."""
-    if len(chunks) <= 1:
-        return chunks[0] if chunks else None
+def _joined(chunks: list[Bounded]) -> Bounded:
+    """The factors of chunks of examples as one."""
     factors = torch.cat([factors for factors, _ in chunks])
     if all(keep is None for _, keep in chunks):
         return factors, None

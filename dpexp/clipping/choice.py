@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -48,16 +49,15 @@ def affordable(per_example: PerExampleGradient, cap_bytes: int) -> list[str]:
     """Methods whose memory for one example is within the cap; the leanest one where there is none."""
     need = {method: per_example.workspace(method) for method in per_example.methods()}
     fitting = [method for method, size in need.items() if size <= cap_bytes]
-    return fitting or [min(need, key=lambda method: need[method])]
+    return fitting or [min(need, key=need.__getitem__)]
 
 
 def promising(per_example: PerExampleGradient, methods: list[str], fused: bool) -> list[str]:
     """Without those that cannot win: trying a method costs its time and, for a moment, its memory."""
     summing = per_example.cost("instantiate").flops
-    flops = {
-        m: per_example.cost(m).flops + (summing if fused and not per_example.instantiates(m) else 0)
-        for m in methods
-    }
+    flops = {m: per_example.cost(m).flops for m in methods}
+    if fused:
+        flops = {m: n if per_example.instantiates(m) else n + summing for m, n in flops.items()}
     fewest = min(flops.values())
     lean = [m for m in methods if flops[m] <= HOPELESS_FLOPS * fewest]
     free = [m for m in lean if not per_example.instantiates(m) and FREE * per_example.cost(m).flops < summing]
@@ -70,55 +70,36 @@ def promising(per_example: PerExampleGradient, methods: list[str], fused: bool) 
 
 
 def by_rule(per_example: PerExampleGradient, methods: list[str]) -> str:
-    """The ghost norm where its Gram matrices take less space than the gradients (``2T² < pd``), else
-    instantiation.
+    """The ghost norm where its Gram matrices take less space than the gradients (``2T² < pd``), else instantiation.
 
     For embeddings, the gradients are the rows that an example touched, not the whole table.
     """
-    instantiated = per_example.resolve("instantiate")
-    if instantiated not in methods:
-        instantiated = next((m for m in methods if m in ("loop", "segments")), methods[0])
-    ghost_floats = per_example.cost("ghost").floats
-    prefers_ghost = "ghost" in methods and ghost_floats < per_example.cost("instantiate").floats
-    return "ghost" if prefers_ghost else instantiated
-
-
-def small(per_example: PerExampleGradient) -> bool:
-    """Whether any method will do."""
-    return per_example.cost("instantiate").flops < SMALL
+    if "ghost" in methods and per_example.cost("ghost").floats < per_example.cost("instantiate").floats:
+        return "ghost"
+    found = per_example.resolve("instantiate")
+    return found if found in methods else next((m for m in methods if m in ("loop", "segments")), methods[0])
 
 
 def fastest(per_example: PerExampleGradient, methods: list[str], fused: bool) -> str:
     """Time the methods in turns, and take the one with the fastest run."""
-    times: dict[str, list[float]] = {method: [] for method in methods}
-
-    def run(method: str) -> None:
-        task = _task(per_example, method, fused)
-        times[method].append(_seconds(task, per_example.device))
-
-    for method in methods:
-        run(method)
+    times = {method: [_seconds(per_example, method, fused)] for method in methods}
     for turn in range(1, RUNS):
         best = min(map(min, times.values()))
         for method, seen in times.items():
             if min(seen) <= HOPELESS * best and (turn == 1 or sum(seen) < ENOUGH):
-                run(method)
+                seen.append(_seconds(per_example, method, fused))
     return min(times, key=lambda method: min(times[method]))
 
 
-def _task(per_example: PerExampleGradient, method: str, fused: bool) -> Callable[[], object]:
-    if fused:
-        return lambda: per_example.norms_and_sum(method, lambda norms, _: (torch.ones_like(norms), None))
-    return lambda: per_example.sq_norms(method)
-
-
-def _seconds(task: Callable[[], object], device: torch.device) -> float:
-    if device.type != "cpu":
-        torch.accelerator.synchronize()
+def _seconds(per_example: PerExampleGradient, method: str, fused: bool) -> float:
+    wait = nullcontext if per_example.device.type == "cpu" else torch.accelerator.synchronize
+    wait()
     start = time.perf_counter()
-    task()
-    if device.type != "cpu":
-        torch.accelerator.synchronize()
+    if fused:
+        per_example.norms_and_sum(method, lambda norms, _: (torch.ones_like(norms), None))
+    else:
+        per_example.sq_norms(method)
+    wait()
     return time.perf_counter() - start
 
 
@@ -166,7 +147,7 @@ class Methods:
         if mode in ("ghost", "instantiate", "loop"):
             return per_example.resolve(mode)
         methods = affordable(per_example, self.cap_bytes)
-        if len(methods) > 1 and (mode == "rule" or small(per_example)):
+        if len(methods) > 1 and (mode == "rule" or per_example.cost("instantiate").flops < SMALL):
             return by_rule(per_example, methods)
         methods = promising(per_example, methods, fused)
         if len(methods) == 1:

@@ -40,7 +40,15 @@ def device_of(model: nn.Module, devices: int) -> dict[str, int]:
         name: max(k for k in range(devices) if cuts[k] <= max(place, 0))
         for name, place in block_of(names, stack, count).items()
     }
-    _refuse_tied(model, found)
+    first: dict[int, str] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        other = first.setdefault(id(param), name)
+        if param.requires_grad and found[other] != found[name]:
+            raise UserError(
+                f"{other} and {name} are one parameter (tied), used on devices {found[other]} and {found[name]}: its gradient is "
+                "a sum over devices, and no device alone knows its norm. Train with peft=lora, which leaves it frozen, or untie "
+                "it (model.config.tie_word_embeddings=false)"
+            )
     return found
 
 
@@ -59,15 +67,3 @@ def device_groups(model: nn.Module, devices: int) -> dict[str, list[str]]:
             f"nothing trains on {idle[0]} of {devices}: take fewer devices (clip.devices), or train parameters in every block"
         )
     return groups
-
-
-def _refuse_tied(model: nn.Module, where: dict[str, int]) -> None:
-    first: dict[int, str] = {}
-    for name, param in model.named_parameters(remove_duplicate=False):
-        other = first.setdefault(id(param), name)
-        if param.requires_grad and where[other] != where[name]:
-            raise UserError(
-                f"{other} and {name} are one parameter (tied), used on devices {where[other]} and {where[name]}: its gradient is "
-                "a sum over devices, and no device alone knows its norm. Train with peft=lora, which leaves it frozen, or untie "
-                "it (model.config.tie_word_embeddings=false)"
-            )

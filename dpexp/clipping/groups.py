@@ -120,24 +120,19 @@ def _from_mapping(
     groups: list[Group] = []
     owner: dict[str, str] = {}
     for group_name, names in spec.items():
+        group, where = Group(group_name), f"groups[{group_name!r}]"
         if isinstance(names, str):
-            raise UserError(f"groups[{group_name!r}] is a string; give a list of parameter names")
-        group = Group(group_name)
+            raise UserError(f"{where} is a string; give a list of parameter names")
         for name in names:
             if not isinstance(name, str):
-                raise UserError(
-                    f"groups[{group_name!r}] holds a {type(name).__name__}: give names, as model.named_parameters() has them"
-                )
+                kind = type(name).__name__
+                raise UserError(f"{where} holds a {kind}: give names, as model.named_parameters() has them")
             if name not in by_any_name:
                 hint = did_you_mean(name, list(by_any_name))
-                raise UserError(
-                    f"groups[{group_name!r}] names {name!r}, which is no parameter of the model{hint}"
-                )
+                raise UserError(f"{where} names {name!r}, which is no parameter of the model{hint}")
             param = by_any_name[name]
             if id(param) not in first_name:
-                raise UserError(
-                    f"groups[{group_name!r}] names {name!r}, which is frozen: leave it out or unfreeze it"
-                )
+                raise UserError(f"{where} names {name!r}, which is frozen: leave it out or unfreeze it")
             first = first_name[id(param)]
             if owner.get(first, group_name) != group_name:
                 raise UserError(
@@ -146,12 +141,10 @@ def _from_mapping(
             owner[first] = group_name
             group.params[first] = param
         if not group.params:
-            raise UserError(f"groups[{group_name!r}] is empty")
+            raise UserError(f"{where} is empty")
         groups.append(group)
-    missing = [name for name in params if name not in owner]
-    if missing:
+    if missing := [name for name in params if name not in owner]:
         shown = ", ".join(missing[:5]) + (" …" if len(missing) > 5 else "")
-        raise UserError(
-            f"{len(missing)} trainable parameters are in no group: {shown}; add them or freeze them"
-        )
+        many = f"{len(missing)} trainable parameters are in no group"
+        raise UserError(f"{many}: {shown}; add them or freeze them")
     return groups

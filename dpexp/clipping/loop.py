@@ -12,6 +12,10 @@ from dpexp.clipping.tapping.uses import ForwardPass, Use
 from dpexp.errors import UserError
 
 LOOPED = "one back-propagation per example"
+POISON = (
+    "{name}: a gradient of this batch is NaN or Inf, and this parameter is used outside of the operations that can bound one "
+    "example's share of it. Find the example (torch.isfinite on the inputs and losses) and drop it"
+)
 
 
 def loop_over_examples(
@@ -45,7 +49,9 @@ def loop_over_examples(
         native = visit.back_propagate(collect, retain=not last, weights=one, params=list(params.values()))
         for name, g in zip(params, native, strict=True):
             if g is not None:
-                _refuse_poison(name, g)
+                # autograd has multiplied one example's NaN by another's zero: the sum would lose everybody
+                if not bool(g.isfinite().all()):
+                    raise UserError(POISON.format(name=name))
                 collected[name] = collected[name] + g if name in collected else g
         yield i, collected
 
@@ -82,12 +88,3 @@ def finite(tensor: Tensor) -> Tensor:
     if not tensor.is_floating_point() or tensor.layout != torch.strided or bool(tensor.isfinite().all()):
         return tensor
     return tensor.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
-
-
-def _refuse_poison(name: str, gradient: Tensor) -> None:
-    """Ordinary autograd multiplies one example's NaN by another's zero: the sum would lose everybody."""
-    if not bool(gradient.isfinite().all()):
-        raise UserError(
-            f"{name}: a gradient of this batch is NaN or Inf, and this parameter is used outside of the operations that can "
-            "bound one example's share of it. Find the example (torch.isfinite on the inputs and losses) and drop it"
-        )

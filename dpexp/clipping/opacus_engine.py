@@ -29,8 +29,6 @@ from dpexp.clipping.tapping.roots import Roots
 from dpexp.errors import UserError
 
 ATTACHED = "_dpexp_clipper"
-
-
 # what it keeps in modules
 LEFT = ("activations", "max_batch_len")
 # nodes of autograd behind operations that may give rows another order
@@ -195,9 +193,8 @@ class OpacusBackend(Backend):
             for name, p in self.params.items():
                 p.grad = before[name]
                 p.grad_sample = None  # type: ignore[attr-defined]
-        largest = max(
-            (float(g.abs().max()) for g in plain.values() if g is not None and g.numel()), default=0.0
-        )
+        sizes = [float(g.abs().max()) for g in plain.values() if g is not None and g.numel()]
+        largest = max(sizes, default=0.0)
         double = all(p.dtype == torch.float64 for p in self.params.values())
         self.rounding = (1e-12 if double else 1e-4) * largest if math.isfinite(largest) else 0.0
         found = {name: self._checked(name, samples[name], plain[name], losses) for name in samples}
@@ -238,9 +235,8 @@ class OpacusBackend(Backend):
         message = (str(error).splitlines() or [type(error).__name__])[0]
         # Its hooks make of each layer's output a view that may not be written to; and a model that gives each example its rows of
         # a table by itself has too many of them.
-        own = (
-            direction == "backward" or "custom Function" in message or (self.expanded and "Sizes" in message)
-        )
+        too_many = self.expanded and "Sizes" in message
+        own = direction == "backward" or "custom Function" in message or too_many
         names = {id(module): name for name, module in self.model.named_modules()}
         layer: nn.Module = self.model
         trace = error.__traceback__
@@ -289,11 +285,8 @@ class OpacusBackend(Backend):
                 "the model must be in training mode and the parameter used by one supported layer. Use another engine"
             )
         self._compare(name, torch.ones(rows, device=sample.device), sample, plain)
-        return (
-            sample.unflatten(0, (losses.shape[0], self.rows_per_example)).sum(1)
-            if self.rows_per_example > 1
-            else sample
-        )
+        m = self.rows_per_example
+        return sample if m == 1 else sample.unflatten(0, (losses.shape[0], m)).sum(1)
 
 
 def _picks_rows(root: Any) -> bool:

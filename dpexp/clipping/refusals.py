@@ -29,16 +29,14 @@ BATCH_NORM = (
 
 def _batch_norm(module: Any) -> str | None:
     if module.training or module.running_mean is None:
-        return (
-            "it normalises by statistics of the whole batch, so one example's gradient depends on the others: "
-            + BATCH_NORM
+        why = (
+            "it normalises by statistics of the whole batch, so one example's gradient depends on the others"
         )
-    if module.track_running_stats:
-        return (
-            "in training mode it tracks statistics of the private data, which leave the model without noise: "
-            + BATCH_NORM
-        )
-    return None
+    elif module.track_running_stats:
+        why = "in training mode it tracks statistics of the private data, which leave the model without noise"
+    else:
+        return None
+    return f"{why}: {BATCH_NORM}"
 
 
 def _instance_norm(module: Any) -> str | None:

@@ -52,8 +52,7 @@ def coverage_table(rows: list[CoverageRow], groups: list[Group], thresholds: Ten
         f"{row.parameter:<{width[0]}}  {row.group:<{width[1]}}  {row.operation:<{width[2]}}  {row.method}".rstrip()
         for row in lines
     ]
-    sizes = ", ".join(
-        f"{g.name}: {c:.4g}" for g, c in list(zip(groups, thresholds.tolist(), strict=True))[:4]
-    )
+    pairs = [*zip(groups, thresholds.tolist(), strict=True)][:4]
+    sizes = ", ".join(f"{group.name}: {threshold:.4g}" for group, threshold in pairs)
     more = ", …" if len(groups) > 4 else ""
     return "\n".join([f"Clipper(engine={engine}, K={len(groups)}, thresholds={{{sizes}{more}}})", *body])

@@ -123,7 +123,12 @@ class Shards:
         held = {id(p.sharded_param): p for group in self.groups for p in group.fsdp_params}
         self.held = {name: held[id(p)] for name, p in trained.items()}
         for name, p in self.held.items():
-            refuse_narrow_reduction(name, p.mp_policy)
+            dtype = p.mp_policy.reduce_dtype or p.mp_policy.param_dtype
+            if dtype is not None and dtype.itemsize < 4:
+                raise UserError(
+                    f"the clipped sum of {name} would be added up over ranks in {dtype}, and an example could then move it by "
+                    "more than its threshold: give MixedPrecisionPolicy(..., reduce_dtype=torch.float32)"
+                )
         place = {id(p): number for number, group in enumerate(self.groups) for p in group.fsdp_params}
         self.members: list[list[str]] = [[] for _ in self.groups]
         for name, p in self.held.items():
@@ -344,20 +349,6 @@ def refuse_settings(apart: bool) -> None:
             "clippers of several ranks differ in their thresholds, groups, rule or max_clip_scale, and noise fits one of them "
             "alone: attach with the same on all ranks, and compute new thresholds from numbers that all have (counts that are "
             "added up over ranks)"
-        )
-
-
-def refuse_narrow_reduction(name: str, policy: Any) -> None:
-    """Refuse a `MixedPrecisionPolicy` under which a clipped sum is rounded to 16 bits while it is reduced.
-
-    Raises:
-        UserError: names the parameter.
-    """
-    dtype = policy.reduce_dtype or policy.param_dtype
-    if dtype is not None and dtype.itemsize < 4:
-        raise UserError(
-            f"the clipped sum of {name} would be added up over ranks in {dtype}, and an example could then move it by more than "
-            "its threshold: give MixedPrecisionPolicy(..., reduce_dtype=torch.float32)"
         )
 
 

@@ -117,7 +117,7 @@ class NormThresholds(FixedThresholds):
     def __init__(
         self, initial: Tensor, factor: float, bound: float, floor: float, rescale_to: float | None = None
     ):
-        if not (factor > 0 and math.isfinite(factor * bound) and factor * bound > 1):
+        if not (factor > 0 and 1 < factor * bound < math.inf):
             raise UserError(
                 f"norm_factor={factor} times norm_bound={bound} must be above 1: thresholds could only fall otherwise"
             )

@@ -154,17 +154,12 @@ def accounting_li() -> Document:
         for (target, printed), tried in product(_printed(row["table"], row["of"]).items(), row["tried"]):
             run = Run(**{name: tried[name] for name in Run._fields if name in tried})
             plan, ours = reproduce(run, target)
-            values = [
-                (f"{what} {name}", said)
-                for name, a, b in zip(("CLT", "composed"), printed, ours, strict=True)
-                for what, said in (
-                    ("printed", f"{a:.2f}"),
-                    ("our", f"{b:.2f}"),
-                    ("difference", f"{b - a:+.3f}"),
-                )
-            ]
+            values = {}
+            for name, a, b in zip(("CLT", "composed"), printed, ours, strict=True):
+                values |= {f"printed {name}": f"{a:.2f}", f"our {name}": f"{b:.2f}"}
+                values[f"difference {name}"] = f"{b - a:+.3f}"
             lines.append({
-                "paper": "Li et al. 2022", "table": row["table"], "row": row["row"], "target ε": f"{target:g}", **dict(values),
+                "paper": "Li et al. 2022", "table": row["table"], "row": row["row"], "target ε": f"{target:g}", **values,
                 "to the digit": _to_the_digit(printed, ours), "σ that gives both": _sigma_for_both(run, target, printed, ours),
                 "settings": tried["source"], "N": run.N, "B": f"{plan.expected_batch_size:.0f}", "E": run.E,
                 "steps": plan.steps, "δ": f"{plan.delta:.3g}", "σ": f"{plan.noise_multiplier:.3f}", "note": tried.get("note"),

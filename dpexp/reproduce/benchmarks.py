@@ -7,7 +7,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -92,9 +92,7 @@ class Bound:
     def ratio(self, rows: Rows) -> Ratio | None:
         """In rows of one workload and one record; None where a side was not measured."""
         values = {row["method"]: float(row[self.column]) for row in rows if row[self.column]}
-        left, right = (
-            next((name for name in side if name in values), "") for side in (self.left, self.right)
-        )
+        left, right = (next(filter(values.__contains__, side), "") for side in (self.left, self.right))
         if not left or not values.get(right) or self.network not in ("", rows[0]["workload"]):
             return None
         network = rows[0]["workload"] + (" in pure torch" if PURE in rows[0]["note"] else "")
@@ -188,34 +186,28 @@ def _verdicts(target: Entry, rows: Rows) -> list[Verdict]:
     """One for each bound that rows of the present engine are about; each says so where others have none."""
     present = (row for row in rows if EARLIER not in row["note"])
     runs = grouped(present, lambda row: (row["record"], row["workload"])).values()
-    every = [
-        (bound, [*filter(None, map(bound.ratio, runs))]) for bound in (Bound(**x) for x in target.bounds)
-    ]
-    measured = [(bound, ratios) for bound, ratios in every if ratios]
-    some = f"{len(measured)} of {len(target.bounds)} bounds" if len(measured) < len(target.bounds) else ""
+    bounds = [Bound(**said) for said in target.bounds]
+    measured = [(bound, own) for bound in bounds if (own := [*filter(None, map(bound.ratio, runs))])]
+    some = f"{len(measured)} of {len(bounds)} bounds" if len(measured) < len(bounds) else ""
     of_it = ", ".join(filter(None, (target.part, some)))
     part = f"{PART}{of_it}" if of_it else ""
     found = []
-    # a method that was not measured has another one in its place in some records: that is another comparison
-    compared = [
-        (bound, own)
-        for bound, ratios in measured
-        for own in grouped(ratios, lambda ratio: ratio.words).values()
-    ]
-    for bound, ratios in compared:
-        for word, holds in ((SUPPORTS, True), (CONTRADICTS, False)):
-            # networks may differ, and machines: then it stands on both sides
-            if chosen := [ratio for ratio in ratios if bound.holds(ratio.value) == holds]:
-                counted = f"{len(chosen)} of {len(ratios)} are {'' if holds else 'not '}{bound}"
-                on_machine = grouped(chosen, lambda ratio: ratio.machine).items()
-                values = (f"{', '.join(_on_each(own))} ({machine})" for machine, own in on_machine)
-                found.append(Verdict(ratios[0].words, f"{word}{part} ({counted})", ", ".join(values)))
+    for bound, of_bound in measured:
+        # a method that was not measured has another one in its place in some records: that is another comparison
+        for words, ratios in grouped(of_bound, attrgetter("words")).items():
+            for word, holds in ((SUPPORTS, True), (CONTRADICTS, False)):
+                # networks may differ, and machines: then it stands on both sides
+                if chosen := [ratio for ratio in ratios if bound.holds(ratio.value) == holds]:
+                    counted = f"{len(chosen)} of {len(ratios)} are {'' if holds else 'not '}{bound}"
+                    on_machine = grouped(chosen, attrgetter("machine")).items()
+                    values = (f"{', '.join(_on_each(own))} ({machine})" for machine, own in on_machine)
+                    found.append(Verdict(words, f"{word}{part} ({counted})", ", ".join(values)))
     return found
 
 
 def _on_each(ratios: Sequence[Ratio]) -> Iterator[str]:
     """ "0.87 to 0.89 on gpt2", "0.22 on roberta in pure torch": the records of each network together."""
-    for network, own in grouped(ratios, lambda ratio: ratio.network).items():
+    for network, own in grouped(ratios, attrgetter("network")).items():
         ends = dict.fromkeys(f"{end(ratio.value for ratio in own):.2f}" for end in (min, max))
         yield f"{' to '.join(ends)} on {network}"
 
@@ -276,13 +268,10 @@ def efficiency(records: Sequence[Measurement]) -> Document:
         command = f"python -m dpexp.bench native={str(native).lower()} threads=2 out=results/bench/NAME"
         lacking = () if rows else (f"Not run: `{command}`",)
         sections.append(Section(f"scale=small, {kernels}", lacking, rows=rows, scale="small"))
-    finished = (
-        {"kernels": section.heading} | row
-        for section in sections
-        for row in section.rows
-        if row["goals"] and not row["note"]
-    )
-    every = grouped(finished, itemgetter("kernels", "workload", "method")).values()
+    every: list[Rows] = []
+    for section in sections:
+        finished = (row for row in section.rows if row["goals"] and not row["note"])
+        every += grouped(finished, itemgetter("workload", "method")).values()
     met = [all(row["goals"] == "met" for row in own) for own in every]
     said = "Not run."
     if met:

@@ -109,9 +109,8 @@ class Claim(Entry):
                     said[name] = said[name] if there == "=" else str(there)
                     left_out.discard(name)
         said["task"] = task or said.get("task", "")
-        chosen = {
-            name: value for name, value in said.items() if name in FACTS and name not in left_out and value
-        }
+        kept = FACTS.keys() - left_out
+        chosen = {name: value for name, value in said.items() if name in kept and value}
         if said.get("split") in TRAINING:
             reasons.append("not measured: accuracy on the training set is private, and no record releases it")
         groups = (name for name in GROUPS if name in chosen)

@@ -21,28 +21,12 @@ from dpexp.complexity.formulas import (
 )
 from dpexp.complexity.shapes import layers_of
 from dpexp.reproduce.documents import PART, Document, Rows, Section, Verdict, as_rows, page
-from dpexp.reproduce.paper import paper_table, printed, selected
+from dpexp.reproduce.paper import listed, paper_table, printed, selected
 from dpexp.reproduce.statistics import CONTRADICTS, SUPPORTS
 
 NETWORKS = ("resnet18", "resnet34", "resnet50")
-# by timm's names
-_STAGES = {
-    "conv1": "conv1", "layer1": "conv2_x", "layer2": "conv3_x", "layer3": "conv4_x", "layer4": "conv5_x", "fc": "linear",
-}  # fmt: skip
-_NOTES_4 = {
-    ("resnet34", "conv4_x"): "2.6e5 is a slip: 256 · 128 · 9 = 294,912, as for resnet18",
-    ("resnet50", "conv5_x"): "its first 1 x 1 convolution still runs at 14 x 14, as in conv3_x and conv4_x;"
-    " only so do the rows add to the printed 528M",
-}
 # Figure 7: model and image.
 FIGURE_7 = (("resnet18", 224), ("resnet18", 512), ("vgg11", 224), ("vit_base", 224))
-# The networks that the paper names; tables 8 and 10 are not in the text that we have.
-ZOO = (
-    ("224 image", "resnet18 resnet34 resnet50 resnet101 resnet152 vgg11 vgg13 vgg16 vgg19"),
-    ("224 image", "vit_base vit_large beit_base beit_large"),
-    ("100 tokens", "gpt2 gpt2-medium gpt2-large"),
-    ("256 tokens", "roberta-base roberta-large"),
-)
 # of table 8: section 3.1 speaks of B = 32
 BATCH = 32
 
@@ -75,24 +59,22 @@ def printed_totals(network: str) -> list[str]:
 def complexity_bu_table4() -> Document:
     """Table 4: one row for each network and stage, then the totals without and with shortcut convolutions."""
     rows: Rows = []
+    said = listed("pages")["complexity-bu-table4"]
     for name in NETWORKS:
-        every = _layers(name, image=224)
-        plain = [layer for layer in every if not layer.is_shortcut]
-        for timm_name, stage in _STAGES.items():
+        plain = _plain_layers(name, 224)
+        for timm_name, stage in said["stages"].items():
             own = [layer for layer in plain if layer.name.partition(".")[0] == timm_name]
             shown = [*printed_4(stage, name)]
             costs_of = ((getattr(layer, kind) for layer in own) for kind in ("ghost", "instantiation"))
-            ours = [*map(_powers, costs_of, shown)]
-            rows.append(_beside(name, stage, shown, ours, _NOTES_4.get((name, stage), "")))
+            note = said["cells"].get(name, {}).get(stage, "")
+            rows.append(_beside(name, stage, shown, [*map(_powers, costs_of, shown)], note))
         for stage, totals, layers, note in (
             ("total", printed_totals(name), plain, "without shortcut convolutions, as printed"),
-            ("complete", (), every, "with shortcut convolutions"),
+            ("complete", (), _layers(name, image=224), "with shortcut convolutions"),
         ):
             space = norm_space(layers)
-            ours = [
-                f"{space.ghost / 1e6:.1f}M",
-                *(f"{x / 1e6:.2f}M" for x in (space.instantiation, space.mixed)),
-            ]
+            parts = ((space.ghost, 1), (space.instantiation, 2), (space.mixed, 2))
+            ours = [f"{floats / 1e6:.{digits}f}M" for floats, digits in parts]
             rows.append(_beside(name, stage, totals, ours, note))
     return page("complexity-bu-table4", [Section(rows=rows)])
 
@@ -132,7 +114,8 @@ def complexity_bu_table5() -> Document:
 def complexity_bu_table8() -> Document:
     """The networks of the paper: space of the norms, and what every implementation costs relative to non-DP."""
     rows: Rows = []
-    for size, name in ((size, name) for size, names in ZOO for name in names.split()):
+    inputs = listed("pages")["complexity-bu-table8"]["inputs"]
+    for size, name in ((size, name) for size, names in inputs.items() for name in names.split()):
         number, kind = size.split()
         for view, layers in views(_layers(name, **{kind: int(number)})).items():
             space = norm_space(layers)
@@ -160,11 +143,11 @@ def figure_7() -> Rows:
     return as_rows(
         {"network": name, "image": image, "layer": number} | {key: getattr(layer, key) for key in own}
         for name, image in FIGURE_7
-        for number, layer in enumerate(_figure_layers(name, image), 1)
+        for number, layer in enumerate(_plain_layers(name, image), 1)
     )
 
 
-def _figure_layers(name: str, image: int) -> list[Layer]:
+def _plain_layers(name: str, image: int) -> list[Layer]:
     return [layer for layer in _layers(name, image=image) if not layer.is_shortcut]
 
 
@@ -189,4 +172,4 @@ def figure_6() -> Verdict:
 
 def depth_thresholds() -> dict[tuple[str, int], int | str]:
     """(network, image) -> the last layer that instantiates, of which section 3.3 speaks; "none" where all take the ghost norm."""
-    return {key: depth_threshold(_figure_layers(*key)) or "none" for key in FIGURE_7}
+    return {key: depth_threshold(_plain_layers(*key)) or "none" for key in FIGURE_7}

@@ -97,9 +97,8 @@ class Evidence:
             of_paper = (target for target in paper_targets("bench").values() if target.key[0] == row["paper"])
             own = {w for target in of_paper for w, s in target.workloads.items() if s == scale}
             chosen = own & workloads if workloads else own
-            return sum(
-                any(line["workload"] in chosen for line in one.content["rows"]) for one in self.measured
-            )
+            shown = ({line["workload"] for line in one.content["rows"]} for one in self.measured)
+            return sum(not chosen.isdisjoint(workloads) for workloads in shown)
         asked = dict(part.split("=") for part in filter(None, row["runs"].split(",")))
         where: dict[str, Any] = {name: wanted.split("|") for name, wanted in asked.items()}
         if scale == "paper":

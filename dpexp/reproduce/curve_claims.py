@@ -29,6 +29,10 @@ _WHICH_MODEL = ("model", "model.name", "model.id", "model.family", "model.archit
 SAME_FACTOR = 1.1
 
 
+def _described(record: Record) -> str:
+    return f"{budget(record)}, {described(record)}"
+
+
 def adaptive_closes_the_gap(records: Sequence[Record]) -> Finding:
     """He et al., Figure 3: after the last step, adaptive per-layer is not worse than flat, and fixed per-layer is.
 
@@ -77,7 +81,7 @@ def quantiles_matter_on_text_alone(records: Sequence[Record]) -> Finding:
             high, low = (end(means, key=means.__getitem__) for end in (max, min))
         if high == low:
             continue
-        what = f"{record.facts['task']}, {budget(record)}, {described(record)}"
+        what = f"{record.facts['task']}, {_described(record)}"
         left, right = ((f"quantile {q:g}", Choice(grid[q], len(means))) for q in (high, low))
         pairs.append(compared(what, left, right, *(("greater", 0.0) if text else ("close", MARGIN))))
     return Finding(pairs, f"the one about {records[0].facts['task']}")
@@ -92,7 +96,7 @@ def shares_for_quantiles_hardly_matter(records: Sequence[Record]) -> Finding:
     pairs = []
     for record, grid in _grids(records, "clip.quantile_budget", most=0.2):
         high, low = (end(grid, key=lambda share: grid[share].mean) for end in (max, min))
-        what = f"{record.facts['task']}, {budget(record)}, {described(record)}"
+        what = f"{record.facts['task']}, {_described(record)}"
         left, right = ((f"r = {share:g}", Choice(grid[share], len(grid))) for share in (high, low))
         pairs.append(compared(what, left, right, "close", MARGIN))
     return Finding(pairs, "accuracies up to r = 20%")
@@ -114,7 +118,7 @@ def larger_models_are_better(records: Sequence[Record]) -> Finding:
         if smallest != largest:
             record = found[largest].filling.record
             left, right = ((f"{name} ({SIZES[name]}M)", found[name]) for name in (largest, smallest))
-            pairs.append(compared(f"{budget(record)}, {described(record)}", left, right, "greater"))
+            pairs.append(compared(_described(record), left, right, "greater"))
     return Finding(pairs, "some models, one task")
 
 
@@ -137,13 +141,11 @@ def quality_follows_signal(records: Sequence[Record]) -> Finding:
         p = float(stats.t.sf(found.slope / found.stderr, len(runs) - 2))
         slope = float(found.slope)
         result = Comparison(slope, slope - half, slope + half, p, 1 - p)
-        sides = (
-            Side(f"accuracy at twice the ratio, r = {found.rvalue:.2f}", len(runs)),
-            Side("at the ratio", len(runs)),
-        )
+        names = (f"accuracy at twice the ratio, r = {found.rvalue:.2f}", "at the ratio")
+        sides = (Side(names[0], len(runs)), Side(names[1], len(runs)))
         most = max(runs, key=lambda record: float(record.facts[name]))
         ratios = f"ratios of {2 ** min(doublings):.3f} to {2 ** max(doublings):.3f}"
-        what = f"{budget(most)}, {described(most)} and smaller batches, {ratios}"
+        what = f"{_described(most)} and smaller batches, {ratios}"
         pairs.append(Pair(what, sides, "above 0", result, "linear regression"))
     return Finding(pairs, "that they go together; where it ends is for the eye")
 
@@ -201,11 +203,10 @@ def norms_shift_by_layer(records: Sequence[Record]) -> Finding:
         low, high = min(layers, key=factors.__getitem__), max(layers, key=factors.__getitem__)
         result = Comparison(math.log(factors[high] / factors[low]))
         if len(seeds) > 1:
-            centred = [
-                [seed[layer] - fmean(seed[name] for name in layers) for seed in seeds] for layer in layers
-            ]
-            p_for = float(stats.f_oneway(*([seed[layer] for seed in seeds] for layer in layers)).pvalue)
-            p_against = max(map(_alike, centred))
+            by_layer = [[seed[layer] for seed in seeds] for layer in layers]
+            means = [fmean(of_a_seed) for of_a_seed in zip(*by_layer, strict=True)]
+            p_for = float(stats.f_oneway(*by_layer).pvalue)
+            p_against = max(_alike(logs, means) for logs in by_layer)
             # a difference too small to speak of
             p_for = 1.0 if p_against < LEVEL or math.isnan(p_for) else p_for
             result = replace(result, p_for=p_for, p_against=p_against)
@@ -215,15 +216,13 @@ def norms_shift_by_layer(records: Sequence[Record]) -> Finding:
             f"another factor in each layer, not all within a factor of {SAME_FACTOR:g} of their mean", result,
             "analysis of variance",
         ))  # fmt: skip
-    return Finding(
-        pairs,
-        "the shift that differs between layers; the two groups that the 85% quantile parts are for the eye",
-    )
+    part = "the shift that differs between layers; the two groups that the 85% quantile parts are for the eye"
+    return Finding(pairs, part)
 
 
-def _alike(values: Sequence[float]) -> float:
-    """p-value against a mean outside of `SAME_FACTOR`; 1 where values without a spread leave no test."""
-    result = compare(values, [0.0] * len(values), "close", math.log(SAME_FACTOR), paired=True)
+def _alike(values: Sequence[float], others: Sequence[float]) -> float:
+    """p-value against factors outside of `SAME_FACTOR`; 1 where differences without a spread leave no test."""
+    result = compare(values, others, "close", math.log(SAME_FACTOR), paired=True)
     return result.p_for if result.tested else 1.0
 
 
@@ -236,7 +235,7 @@ def _changes(records: Sequence[Record]) -> Iterator[tuple[str, list[dict[str, fl
     """Of each configuration: what it is, and for each seed that logged norms, layer -> log(last median / first median)."""
     for group in by_configuration(records):
         if found := [change for record in group if (change := _log_changes(record))]:
-            yield f"{budget(group[0])}, {described(group[0])}", found
+            yield _described(group[0]), found
 
 
 def _log_changes(record: Record) -> dict[str, float]:

@@ -24,6 +24,8 @@ _COLUMNS: dict[str, tuple[str, ...]] = {
     kind: ("run", along, "value", "seed", "ε", "scale", "record") for kind, along in _ALONG.items()
 }
 _COLUMNS["norms"] = ("run", "step", "group", "25%", "50%", "75%", "85%", "scale", "record")
+# label -> x -> the value of each seed
+Curves = dict[str, dict[float, list[float]]]
 # percent that a panel shows at the least: a tenth of a point is no hill
 SPAN = 4.0
 # layers in the second panel of a figure of norms
@@ -64,13 +66,8 @@ def _block(target: Entry, scale: str, tasks: Mapping[str, Sequence[Record]], row
     found = {f"scale={scale}, {named[task]}": says(own) for task, own in tasks.items()}
     told = {where: finding for where, finding in found.items() if finding.pairs}
     # of norms one seed is shown, and all are compared
-    seeds = [
-        record
-        for own in tasks.values()
-        for record in own
-        if target.kind == "norms" and record.logged("norms")
-    ]
-    runs = len(seeds) or len({row["record"] for row in rows})
+    kept = [record for own in tasks.values() for record in own if record.logged("norms")]
+    runs = len(kept) if target.kind == "norms" else len({row["record"] for row in rows})
     return Section(
         f"scale={scale}, {', '.join(named.values())}",
         tuple(paragraph for finding in told.values() for paragraph in finding.paragraphs),
@@ -97,10 +94,8 @@ def _rows(target: Entry, records: Sequence[Record]) -> Rows:
     if target.kind != "sweep":
         return rows
     # one value is no sweep
-    several = {
-        run for run, own in grouped(rows, itemgetter("run")).items() if len({row["x"] for row in own}) > 1
-    }
-    return [row for row in rows if row["run"] in several]
+    by_run = grouped(rows, itemgetter("run"))
+    return [row for row in rows if len({one["x"] for one in by_run[row["run"]]}) > 1]
 
 
 def _dev(record: Record, target: Entry) -> Rows:
@@ -206,10 +201,10 @@ def _names(target: Entry, rows: Rows) -> list[str]:
     return [] if all(as_number(name) is not None for name in names) else names
 
 
-def _curves(target: Entry, rows: Rows, task: str) -> dict[str, dict[float, list[float]]]:
-    """Label -> x -> the value of each seed, of one task's rows."""
+def _curves(target: Entry, rows: Rows, task: str) -> Curves:
+    """Of one task's rows."""
     key, names = _ALONG[target.kind], _names(target, rows)
-    found: dict[str, dict[float, list[float]]] = {}
+    found: Curves = {}
     for row in rows:
         # what all have in common stands above
         line = row["run"].removeprefix(f"{task} ")
@@ -221,9 +216,7 @@ def _curves(target: Entry, rows: Rows, task: str) -> dict[str, dict[float, list[
     return {line: own for line, own in sorted(found.items()) if len(own) > 1}
 
 
-def _draw_curves(
-    axis: Any, target: Entry, curves: Mapping[str, dict[float, list[float]]], rows: Rows
-) -> None:
+def _draw_curves(axis: Any, target: Entry, curves: Curves, rows: Rows) -> None:
     """The mean of the seeds, from the least to the largest shaded."""
     for number, (line, own) in enumerate(curves.items()):
         x, seeds = sorted(own), max(map(len, own.values()))

@@ -130,9 +130,8 @@ class Document:
 
     def commands(self, scale: str) -> tuple[str, ...]:
         """That make the records which its blocks of a scale lack."""
-        return tuple(
-            command for section in self.sections if section.scale == scale for command in section.commands
-        )
+        own = (section for section in self.sections if section.scale == scale)
+        return tuple(command for section in own for command in section.commands)
 
     @property
     def paragraphs(self) -> tuple[str, ...]:

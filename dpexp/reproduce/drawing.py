@@ -84,12 +84,8 @@ def _rounded(number: re.Match[str]) -> str:
 
 def style(number: int) -> dict[str, Any]:
     """Colour, marker and, when the colours are used up, dashes of a line by its number."""
-    dashes = ("-", "--", ":")[number // len(COLOURS) % 3]
-    return {
-        "color": COLOURS[number % len(COLOURS)],
-        "marker": MARKERS[number % len(MARKERS)],
-        "linestyle": dashes,
-    }
+    again, place = divmod(number, len(COLOURS))
+    return {"color": COLOURS[place], "marker": MARKERS[place], "linestyle": ("-", "--", ":")[again % 3]}
 
 
 def lines(axis: Any, series: Sequence[tuple[str, Sequence[float], Sequence[float]]]) -> None:

@@ -27,7 +27,6 @@ from dpexp.reproduce.paper import Cell, listed, paper_table, selected
 # --- Bu et al., Tables 2 and 3 ---
 
 _NAMES = {"Non-DP": "non-DP", "TF-privacy": "TF-Privacy", "BK (ours)": "BK"}
-_SCALABLE = "the paper's judgement: follows from the memory overhead, no number of its own"
 
 
 def table_bu_3() -> Document:
@@ -55,18 +54,16 @@ def _property(row: str, implementation: Implementation) -> tuple[str, str]:
     first_norm = next((i for i, m in enumerate(modules) if m in ("3", "4", "5")), len(modules))
     overhead = Terms(implementation.space.ghost)
     overhead.subtract(NON_PRIVATE.space.ghost)
-    bk = "the ghost norm takes 2T² of each example; BTpd is what no module has"
+    more = Terms({k: v for k, v in overhead.items() if v > 0 and k != "pd"})
+    words = listed("pages")["table-bu-2"]["cells"]
     return {
         "Instantiating per-sample grad": (_yes("4" in modules or loops), ""),
         "Storing every layer's grad": (_yes("4" in modules and "5" in modules), ""),
         "Instantiating non-DP grad": (_yes("2b" in modules[:first_norm]), ""),
         "Number of back-propagation": ("B" if loops else str(modules.count("2a")), ""),
         "Time Complexity of Clipping": (str(implementation.time), implementation.note),
-        "Memory Overhead to non-DP": (
-            term_sum(Terms({k: v for k, v in overhead.items() if v > 0 and k != "pd"})),
-            bk if implementation.name == "BK" else "",
-        ),
-    }.get(row, ("", _SCALABLE))
+        "Memory Overhead to non-DP": (term_sum(more), words["overhead"].get(implementation.name, "")),
+    }.get(row, ("", words["others"]))
 
 
 # --- Li et al., section 4.2; Monir et al., section 4.3 ---
@@ -77,30 +74,25 @@ def memory_li() -> Document:
     V, p, T = 50257, 768, 1024
     passes = {x.name: x.modules[0].split().count("2a") for x in IMPLEMENTATIONS}
     ours = (10 * V * p * 4 / 1e9, 50_000 * p / (2 * T * T), passes["GhostClip"] - passes["non-DP"])
-    ten, saved = (
-        cell.value for cell in paper_table("li2022", "text") if cell.row.startswith("section 4.2, ")
-    )
+    section = (cell for cell in paper_table("li2022", "text") if cell.row.startswith("section 4.2, "))
+    ten, saved = (cell.value for cell in section)
     return _numbers("memory-li", ours, ten=ten, saved=saved, V=V, p=p, ratio=V * p / (2 * T * T),
                     typical=V * p / (2 * 100 * 100))  # fmt: skip
 
 
 def memory_monir(measured: Sequence[Measurement]) -> Document:
     """Section 4.3 and Figure 8: the memory model, as printed and exact, and beside what training was measured to take."""
-
-    def private(b: float, L: float, C: float) -> float:
-        return b * C + (1 + b) * L
-
-    def plain(b: float, L: float, C: float) -> float:
-        return b * C + 2 * L
-
-    def ratio(L: float) -> float:
-        return private(100, L, 1) / plain(100, L, 1)
-
     batch, layer = (cell.value for cell in paper_table("monir2023", "figure8"))
-    ours = (private(100, 1, 1), plain(100, 1, 1), *map(ratio, (0.01, 100, 1e9, 1)))
+    ratios = [private / plain for plain, private in (memory(100, L) for L in (0.01, 100, 1e9, 1))]
     words = (listed("pages")["memory-monir"]["beside"],)
     beside = Section("Beside measured memory", words, rows=_beside(measured))
-    return _numbers("memory-monir", ours, beside, batch=batch, layer=layer, large=ratio(100))
+    printed = {"batch": batch, "layer": layer, "large": ratios[1]}
+    return _numbers("memory-monir", (*reversed(memory(100)), *ratios), beside, **printed)
+
+
+def memory(b: int, L: float = 1) -> tuple[float, float]:
+    """Of per-layer clipping bC + 2L, as without privacy, and of mini-batch clipping bC + (1+b)L; C = 1."""
+    return b + 2 * L, b + (1 + b) * L
 
 
 def _beside(measured: Sequence[Measurement]) -> Rows:
@@ -160,9 +152,9 @@ MNIST_RATE, MNIST_STEPS, MNIST_C = 512 / 60000, 3516, 0.2
 DELTA = 1e-5
 
 
-def budgets() -> list[Cell]:
+def budgets() -> list[str]:
     """ε of each group, Table 9, case 1."""
-    return selected("monir2023", "9", "Case 1")
+    return [cell.value for cell in selected("monir2023", "9", "Case 1")]
 
 
 @cache
@@ -187,10 +179,10 @@ def individual_monir() -> Document:
     rows = []
     for kind, letter in (("sampling", "q"), ("scaling", "C")):
         values, sigma = _printed(kind)
-        for group, (value, cell) in enumerate(zip(values, budgets(), strict=True)):
+        for group, (value, budget) in enumerate(zip(values, budgets(), strict=True)):
             name, note = f"{kind}, group {group + 1}", f"{letter} = {value}, σ = {sigma}"
             spent = individual_epsilon(kind, group, MNIST_STEPS)
-            rows.append(_number_row(name, "ε at the end", cell.value, note, spent))
+            rows.append(_number_row(name, "ε at the end", budget, note, spent))
     return _compared("individual-monir", rows, steps=MNIST_STEPS)
 
 
@@ -206,10 +198,7 @@ def _compared(name: str, rows: Rows, *more: Section, **values: Any) -> Document:
 def _numbers(name: str, ours: Sequence[float], *more: Section, **values: Any) -> Document:
     """A page of the rows that ``pages.yaml`` has for it, each beside one of our numbers."""
     texts = (tuple(text.format(**values) for text in row) for row in listed("pages")[name]["rows"])
-    rows = [
-        _number_row(row, column, paper, note, value)
-        for (row, column, paper, note), value in zip(texts, ours, strict=True)
-    ]
+    rows = [_number_row(*text, value) for text, value in zip(texts, ours, strict=True)]
     return _compared(name, rows, *more)
 
 

@@ -41,13 +41,12 @@ class Filling:
     @classmethod
     def of(cls, records: Iterable[Record], metric: str) -> Filling | None:
         """What the records of one configuration say that have the metric; None where none has it."""
-        values = [(record, value) for record in records if (value := record.metric(metric)) is not None]
-        if not values:
+        found = [(record, value) for record in records if (value := record.metric(metric)) is not None]
+        if not found:
             return None
+        having, values = zip(*found, strict=True)
         factor = printed_factor(metric)
-        return cls(
-            tuple(record for record, _ in values), tuple(factor * value for _, value in values), metric
-        )
+        return cls(having, tuple(factor * value for value in values), metric)
 
     @property
     def mean(self) -> float:

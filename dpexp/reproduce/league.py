@@ -10,6 +10,7 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import product
 from operator import itemgetter
 
 from dpexp.privacy import accountants
@@ -120,12 +121,8 @@ def commands(task: str, records: Sequence[Record]) -> list[str]:
     found = []
     for entry in entries(task):
         runs = entry.runs(records)
-        found += [
-            entry.command(rate, [seed], 1)
-            for rate in entry.rates
-            for seed in entry.tuning
-            if (rate, seed) not in runs
-        ]
+        untried = (at for at in product(entry.rates, entry.tuning) if at not in runs)
+        found += [entry.command(rate, [seed], 1) for rate, seed in untried]
         rate, tried = _best_rate(entry, runs)
         left = [seed for seed in entry.seeds if (rate, seed) not in runs]
         if rate and left:
@@ -136,14 +133,12 @@ def commands(task: str, records: Sequence[Record]) -> list[str]:
 def _best_rate(entry: Entry, runs: Mapping[tuple[float, int], Record]) -> tuple[float, dict[float, int]]:
     """The rate with the best mean of the tuning seeds, of equals the smallest, 0 before the list has been tried; and how often
     each was tried."""
-    own = grouped((at for at in sorted(runs) if at[1] in entry.tuning), itemgetter(0))
-    fillings = {
-        rate: Filling.of(map(runs.__getitem__, tried), listed(NAME)["metric"]) for rate, tried in own.items()
-    }
-    # as many right answers are one merit, whatever the order of additions
-    merits = {
-        rate: round(f.merit, 9) for rate, f in fillings.items() if f and len(f.values) == len(entry.tuning)
-    }
+    own, merits = grouped((at for at in sorted(runs) if at[1] in entry.tuning), itemgetter(0)), {}
+    for rate, tried in own.items():
+        filling = Filling.of(map(runs.__getitem__, tried), listed(NAME)["metric"])
+        if filling and len(filling.values) == len(entry.tuning):
+            # as many right answers are one merit, whatever the order of additions
+            merits[rate] = round(filling.merit, 9)
     best = max(merits, key=merits.__getitem__) if set(entry.rates) <= merits.keys() else 0.0
     return best, {rate: len(tried) for rate, tried in own.items()}
 
@@ -235,13 +230,8 @@ def _row(
 def _price(record: Record, trials: int) -> float | None:
     """ε of ``trials`` trainings like that of a record, by Rényi DP; a record may know of fewer. None where it holds no events."""
     privacy = record.summary["privacy"]
-    return max(
-        (
-            accountants.epsilon(composed([(decode(event), trials)]), privacy["delta"], "rdp")
-            for event in privacy.get("events") or ()
-        ),
-        default=None,
-    )
+    events = (composed([(decode(event), trials)]) for event in privacy.get("events") or ())
+    return max((accountants.epsilon(event, privacy["delta"], "rdp") for event in events), default=None)
 
 
 def _ranks(ranked: Mapping[tuple[str, str], Rows], reference: str) -> Section:
@@ -251,11 +241,8 @@ def _ranks(ranked: Mapping[tuple[str, str], Rows], reference: str) -> Section:
     for method in listed(NAME)["methods"]:
         own = by_method[method]
         ranks, said = [int(row["rank"]) for row in own], [row.get(f"beside {reference}") for row in own]
-        counts = {
-            "best": ranks.count(1),
-            f"better than {reference}": said.count("better"),
-            f"worse than {reference}": said.count("worse"),
-        }
+        counts = {"best": ranks.count(1)}
+        counts |= {f"{word} than {reference}": said.count(word) for word in ("better", "worse")}
         row = {"method": method, "mean rank": f"{mean_std(ranks)[0]:.1f}"}
         table.append(row | {column: f"{count} of {len(own)}" for column, count in counts.items()})
     table.sort(key=lambda row: float(row["mean rank"]))

@@ -68,9 +68,8 @@ def document(records: Sequence[Record]) -> Document:
     rows = as_rows(_row(method, filling) for method, filling in found.items() if filling)
     # of teachers' answers there is no training to run
     left = tuple(command for command in commands(records) if command.startswith("python -m dpexp.train "))
-    done = listed("pages")[NAME]["block"].format(
-        settings=said["settings"], complete=len(rows), total=len(found)
-    )
+    words = listed("pages")[NAME]["block"]
+    done = words.format(settings=said["settings"], complete=len(rows), total=len(found))
     section = Section("", (done,), rows=rows, scale="small", commands=left)
     return page(NAME, [section], otherwise=f"small {len(rows)} rows" if rows else "not run")
 

@@ -55,9 +55,8 @@ def verdicts(documents: Sequence[Document]) -> Rows:
         elif not document.paper:
             # a page of ours about claims of several papers
             rows += [_row(one.where, document, [replace(one, where="")]) for one in document.verdicts]
-    return sorted(
-        rows, key=lambda row: (row["verdict"] == CANNOT_TELL, row["evidence"].startswith(RECOMPUTED))
-    )
+    rows.sort(key=lambda row: (row["verdict"] == CANNOT_TELL, row["evidence"].startswith(RECOMPUTED)))
+    return rows
 
 
 def _row(claim: str, document: Document, verdicts: Sequence[Verdict]) -> dict[str, str]:
@@ -124,11 +123,9 @@ def _title(record: Record) -> str:
 
 def _metric(record: Record) -> str:
     """The task's own metric, as the record has it; "" where it has none."""
-    named = str(record.facts.get("task.metric") or "accuracy")
-    return next(
-        (n for n in (named, "accuracy", "bleu", "bleu_test", "rougeL_test") if record.metric(n) is not None),
-        "",
-    )
+    own = str(record.facts.get("task.metric") or "accuracy")
+    names = (own, "accuracy", "bleu", "bleu_test", "rougeL_test")
+    return next((name for name in names if record.metric(name) is not None), "")
 
 
 def _comparable(filling: Filling) -> tuple[str, ...]:

@@ -36,6 +36,9 @@ class Choice:
     unfinished: str = ""
 
 
+Named = tuple[str, Choice]
+
+
 def choose(fillings: Sequence[Filling]) -> Choice:
     """The choice among configurations of one side.
 
@@ -150,11 +153,8 @@ class Pair:
         interval = f", 95% {result.interval}" if math.isfinite(result.low) else ""
         p = f", p = {result.p_for:.3f} for it, {result.p_against:.3f} against it" if result.tested else ""
         printed = "" if self.printed is None else f" (in print {self.printed:+.2f})"
-        unfinished = "".join(
-            f"; the search of {side.name} is not finished: {side.unfinished}"
-            for side in self.sides
-            if side.unfinished
-        )
+        searched = [side for side in self.sides if side.unfinished]
+        unfinished = "".join(f"; the search of {s.name} is not finished: {s.unfinished}" for s in searched)
         return (
             f"{self.what}: {' minus '.join(map(str, self.sides))} = {result.difference:+.2f}{interval}{printed};"
             f" expected {self.expect}{p}{unfinished}: {self.judged.verdict}"
@@ -162,12 +162,7 @@ class Pair:
 
 
 def compared(
-    what: str,
-    left: tuple[str, Choice],
-    right: tuple[str, Choice],
-    expect: str,
-    margin: float = 0.0,
-    printed: float | None = None,
+    what: str, left: Named, right: Named, expect: str, margin: float = 0.0, printed: float | None = None
 ) -> Pair:
     """The pair of two named choices; ``printed``: what the paper has."""
     result = compare(left[1].filling.values, right[1].filling.values, expect, margin)

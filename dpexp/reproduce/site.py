@@ -100,9 +100,7 @@ def _article(document: Document) -> str:
     scales = " ".join(dict.fromkeys(section.scale for section in document.sections))
     words = "".join(map(_paragraph, document.paragraphs))
     figure = f"<figure>{_svg(document.svg, document.name, document.title)}</figure>" if document.svg else ""
-    printed = next(
-        (section for section in document.sections if set(section.shown) >= _BESIDE and section.rows), None
-    )
+    printed = next((own for own in document.sections if set(own.shown) >= _BESIDE and own.rows), None)
     sections = "".join(_section(section, section is printed) for section in document.sections)
     stem = f"{'figures' if catalogue.is_figure(document.name) else 'tables'}/{document.name}"
     files = f'<p class="files">Files: <a href="{stem}.md">Markdown</a>, <a href="{stem}.csv">CSV</a></p>'
@@ -169,15 +167,12 @@ def _to_run(rows: Rows) -> str:
     reasons = [text for text in texts if not text.startswith("not run")]
     items = "".join(f"<li>{_inline(text)}</li>" for text in (*commands, *reasons))
     why = [counted(len(own), what) for own, what in ((commands, "command"), (reasons, "reason")) if own]
-    return _fold(
-        f"{counted(len(left), 'cell')} without a run: {', '.join(why)}",
-        f"<ul>{items}</ul>",
-        ' class="todo"',
-    )
+    summary = f"{counted(len(left), 'cell')} without a run: {', '.join(why)}"
+    return _fold(summary, f"<ul>{items}</ul>", ' class="todo"')
 
 
 def _table(
-    label: str, columns: Sequence[str], rows: Rows, *, sortable: bool = False, cards: bool = False
+    label: str, columns: Sequence[str], rows: Rows, sortable: bool = False, cards: bool = False
 ) -> str:
     """A table that scrolls sideways; ``cards``: whose rows are cards on a telephone."""
     shown = [column for column in columns if any(row.get(column) for row in rows)]
@@ -187,9 +182,8 @@ def _table(
         hidden = ' class="p"' if column in _PROVENANCE else ""
         name = f"<button>{escape(column)}</button>" if sortable else escape(column)
         head += f'<th scope="col"{hidden}{mark}>{name}</th>'
-    body = "".join(
-        f"<tr>{''.join(_cell(column, row.get(column, '')) for column in shown)}</tr>" for row in rows
-    )
+    cells = (map(_cell, shown, (row.get(column, "") for column in shown)) for row in rows)
+    body = "".join(f"<tr>{''.join(own)}</tr>" for own in cells)
     kind = "scroll cards" if cards else "scroll"
     return (
         f'<div class="{kind}" role="region" aria-label="{escape(label)}" tabindex="0"><table><thead><tr>{head}</tr></thead>'

@@ -162,23 +162,21 @@ def _finding(claim: Claim, filled: Sequence[Filled], beside_print: bool) -> Find
         apart = {*varied, *(FACTS[name] for name in varied)}
         prefixes = ("clip.", *(prefix for name in varied for prefix in _WITH.get(name, ())))
         runnable = [(slot, own) for slot, own in filled if not slot.reason]
-        partners = {
-            _rest(slot.cell, varied): (slot, own) for slot, own in runnable if slot.cell.has(rule["right"])
-        }
+        on_right = [(slot, own) for slot, own in runnable if slot.cell.has(rule["right"])]
+        partners = {_rest(slot.cell, varied): (slot, own) for slot, own in on_right}
         for slot, own in runnable:
-            if not slot.cell.has(rule["left"]) or _rest(slot.cell, varied) not in partners:
+            rest = _rest(slot.cell, varied)
+            if not slot.cell.has(rule["left"]) or rest not in partners:
                 continue
-            partner, others = partners[_rest(slot.cell, varied)]
+            partner, others = partners[rest]
             asked.append(bool(own and others))
             common, name, partner_name = _apart(slot.cell, partner.cell)
             left, right = slot.cell.number, partner.cell.number
             printed = left - right if beside_print and left is not None and right is not None else None
             for one, two in agreeing(own, others, apart, prefixes):
                 what = f"{common}, {described(one.filling.record)}"
-                margin = float(rule.get("margin", 0.0))
-                pairs.append(
-                    compared(what, (name, one), (partner_name, two), rule["expect"], margin, printed)
-                )
+                expected = rule["expect"], float(rule.get("margin", 0.0))
+                pairs.append(compared(what, (name, one), (partner_name, two), *expected, printed))
     some = "" if all(asked) else f"{sum(asked)} of {len(asked)} comparisons in print"
     return Finding(pairs, ", ".join(filter(None, (claim.part, some))), claim.unstated)
 

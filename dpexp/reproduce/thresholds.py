@@ -90,12 +90,9 @@ def _said(found: Grid) -> tuple[str, ...]:
             left, right = (found[noise, c].values for c in side)
             names = (f"{_named(c)} (n = {len(found[noise, c].values)})" for c in side)
             result = compare(left, right, "greater")
-            tested = (
-                f", 95% {result.interval}, p = {number(result.p_two_sided, '.3f')} (Welch's t, two-sided)"
-            )
-            lines.append(
-                f"- {noise}: {' minus '.join(names)} = {result.difference:+.2f}{tested if result.tested else ''}"
-            )
+            line = f"- {noise}: {' minus '.join(names)} = {result.difference:+.2f}"
+            p = number(result.p_two_sided, ".3f")
+            lines.append(line + (f", 95% {result.interval}, p = {p} (Welch's t, two-sided)" if p else ""))
     return ("\n".join(lines),) if lines else ()
 
 

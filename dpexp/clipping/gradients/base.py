@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 
 from dpexp.clipping.cost import Cost
 from dpexp.clipping.gradients import numerics, rounding
-from dpexp.clipping.gradients.memory import SHARED, Scratch, fresh
+from dpexp.clipping.gradients.memory import HOT, SHARED, Scratch, fresh
 
 Bounded = tuple[Tensor, Tensor | None]
 """Factors ``[b]``, zero where a gradient is not finite, and which gradients are finite (None: all)."""
@@ -300,7 +300,7 @@ class PerExampleGradient(ABC):
             total = self._accumulate(rows, factors, total)
             found.append(norms)
         assert total is not None
-        return found[0] if len(found) == 1 else torch.cat(found), total
+        return torch.cat(found), total
 
     def instantiate(self, method: str = "instantiate") -> Tensor:
         """All per-example gradients, ``[B, *shape]``, by a method that instantiates."""
@@ -327,17 +327,14 @@ class PerExampleGradient(ABC):
 
     def _row_norms(self, method: str) -> Tensor:
         """Squared norms of instantiated gradients, without any bound."""
-        norms = [numerics.squared_norms(rows) for rows, _ in self._chunks(method)]
-        return norms[0] if len(norms) == 1 else torch.cat(norms)
+        return torch.cat([numerics.squared_norms(rows) for rows, _ in self._chunks(method)])
 
     def _in_chunks(
         self, found: Callable[[int, int], tuple[Tensor, Tensor]], bytes_per_example: int
     ) -> tuple[Tensor, Tensor]:
         """Two numbers for each example, ``[B]`` both, from what ``found(start, stop)`` gives for a few of them."""
         step = self.scratch.chunk(bytes_per_example, self.device)
-        if step >= self.num_examples:
-            return found(0, self.num_examples)
-        starts = range(0, self.num_examples, step)
+        starts = range(0, max(1, self.num_examples), step)
         first, second = zip(*[found(s, min(s + step, self.num_examples)) for s in starts], strict=True)
         return torch.cat(first), torch.cat(second)
 
@@ -374,7 +371,7 @@ class PerExampleGradient(ABC):
 
         A chunk is overwritten by the next one.
         """
-        size = 1 if method in self.looped else self.scratch.hot_chunk(self.workspace(method), self.device)
+        size = 1 if method in self.looped else self.scratch.chunk(self.workspace(method), self.device, HOT)
         if method in self.spread:
             # every core has as many
             size += -size % torch.get_num_threads()

@@ -87,17 +87,14 @@ class Conv(PerExampleGradient):
     def _padded(self) -> tuple[int, ...]:
         return tuple(n + 2 * p for n, p in zip(self._seen.shape[2:], self.geometry.padding, strict=True))
 
+    def _pixels(self) -> int:
+        """Padded, of one example."""
+        return self.rows * math.prod(self._padded())
+
     def methods(self) -> tuple[str, ...]:
-        few = self.rows * math.prod(self._padded()) <= PIXELS_AT_MOST
         spread = numerics.static(self.x) and self.x.dtype == self.dtype and native.kernels() is not None
-        return (
-            *(("cores",) if spread else ()),
-            "loop",
-            "grouped",
-            "unfold",
-            "ghost",
-            *(("pixel",) if few else ()),
-        )
+        first, last = ("cores",) if spread else (), ("pixel",) if self._pixels() <= PIXELS_AT_MOST else ()
+        return (*first, "loop", "grouped", "unfold", "ghost", *last)
 
     def resolve(self, method: str) -> str:
         if method == "instantiate":
@@ -108,14 +105,9 @@ class Conv(PerExampleGradient):
         B, T, p, d = self._sizes()
         groups = self.geometry.groups
         if method == "pixel":
-            pixels = self.rows * math.prod(self._padded())
-            shifts = math.prod(self.kernel)
-            flops = (
-                2
-                * B
-                * (pixels * pixels * self._seen.shape[1] + T * T * (shifts * groups + self._slid.shape[1]))
-            )
-            return Cost(flops, self.workspace(method) // self.dtype.itemsize * B)
+            grams = self._pixels() ** 2 * self._seen.shape[1] + T * T * self._slid.shape[1]
+            shifted = T * T * math.prod(self.kernel) * groups
+            return Cost(2 * B * (grams + shifted), self.workspace(method) // self.dtype.itemsize * B)
         if method in self.without_gradients:
             # over all groups: p outputs, d * groups seen
             ghost = cost.ghost_norm(B, T, p, d * groups)
@@ -133,7 +125,7 @@ class Conv(PerExampleGradient):
             "grouped": 2 * p * d,
             "unfold": p * d + unfolded,
             "ghost": 2 * T * T * groups + unfolded,
-            "pixel": (2 * T * T + (self.rows * math.prod(self._padded())) ** 2) * groups,
+            "pixel": (2 * T * T + self._pixels() ** 2) * groups,
         }
         return self.dtype.itemsize * floats[self.resolve(method)]
 
@@ -159,9 +151,8 @@ class Conv(PerExampleGradient):
         return (seen * slid).sum(1) * math.prod([_times_seen(*along) for along in windows])
 
     def _norms(self, method: str) -> tuple[Tensor, Tensor | None]:
-        if method == "pixel":
-            return self._in_chunks(self._pixel_norms, self.workspace(method))
-        return self._in_chunks(self._unfolded_norms, self.workspace(method))
+        found = self._pixel_norms if method == "pixel" else self._unfolded_norms
+        return self._in_chunks(found, self.workspace(method))
 
     def _unfolded_norms(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         seen, slid = self._unfold(start, stop), self._positions(start, stop)
@@ -175,12 +166,9 @@ class Conv(PerExampleGradient):
         gram = numerics.product(pixels.mT, pixels).view(-1, m, *padded, m, *padded)
         unfolded = torch.zeros(gram.shape[0], m, *window, m, *window, dtype=gram.dtype, device=gram.device)
         for offset in itertools.product(*map(range, self.kernel)):
-            seen = tuple(
-                slice(o * dil, o * dil + (size - 1) * stride + 1, stride)
-                for o, dil, size, stride in zip(
-                    offset, geometry.dilation, window, geometry.stride, strict=True
-                )
-            )
+            starts = [o * dilation for o, dilation in zip(offset, geometry.dilation, strict=True)]
+            sliding = zip(starts, window, geometry.stride, strict=True)
+            seen = tuple(slice(s, s + (size - 1) * step + 1, step) for s, size, step in sliding)
             unfolded += gram[(slice(None), slice(None), *seen, slice(None), *seen)]
         slid = self._positions(start, stop)
         both = unfolded.flatten(n + 2).flatten(1, n + 1).mul_(numerics.product(slid.mT, slid))
@@ -232,12 +220,8 @@ class Conv(PerExampleGradient):
 
     def _weighted_sum(self, factors: Tensor, out: Tensor | None) -> Tensor:
         x, gy = self.x, self.gy
-        factors = factors if self.rows == 1 else factors.repeat_interleave(self.rows)
-        # scale the smaller one
-        if x.numel() <= gy.numel():
-            x = numerics.scale(x, factors)
-        else:
-            gy = numerics.scale(gy, factors)
+        factors = factors.repeat_interleave(self.rows)
+        x, gy = numerics.scale_smaller(x, gy, factors)
         return numerics.add_to(out, self._weight_gradient(x.to(self.dtype), gy.to(self.dtype)))
 
     # Unfolding.
@@ -249,11 +233,9 @@ class Conv(PerExampleGradient):
     def _by_group(self, t: Tensor) -> Tensor:
         """``[b * m, G * c, *spatial]`` -> ``[b * G, c, m * positions]``."""
         m, groups = self.rows, self.geometry.groups
-        # [b * m, G, c, positions]
-        t = t.flatten(2).unflatten(1, (groups, -1))
-        if m > 1:
-            # [b, G, c, m * positions]
-            t = t.unflatten(0, (-1, m)).movedim(1, 3).flatten(3)
+        # [b, m, G, c, positions]
+        t = t.flatten(2).unflatten(1, (groups, -1)).unflatten(0, (-1, m))
+        t = t.movedim(1, 3).flatten(3)
         return t.reshape(-1, *t.shape[2:])
 
     def _positions(self, start: int, stop: int) -> Tensor:
@@ -268,9 +250,8 @@ class Conv(PerExampleGradient):
         sliding = zip(self.kernel, geometry.dilation, geometry.stride, window, strict=True)
         # views, one window each
         for dim, (size, dilation, stride, positions) in enumerate(sliding, start=2):
-            seen = seen.unfold(dim, dilation * (size - 1) + 1, stride)[..., ::dilation].narrow(
-                dim, 0, positions
-            )
+            seen = seen.unfold(dim, dilation * (size - 1) + 1, stride)[..., ::dilation]
+            seen = seen.narrow(dim, 0, positions)
         # kernel before positions
         seen = seen.permute(0, 1, *range(2 + n, 2 + 2 * n), *range(2, 2 + n))
         return self._by_group(seen.reshape(seen.shape[0], -1, *window))

@@ -11,9 +11,7 @@ from dpexp.clipping import cost
 from dpexp.clipping.cost import Cost
 from dpexp.clipping.gradients import numerics
 from dpexp.clipping.gradients.base import PerExampleGradient
-
-# rows of a Gram matrix that are there at once
-BLOCK = 512
+from dpexp.clipping.gradients.grams import ROWS, norms_by_key
 
 
 class Grouped(PerExampleGradient):
@@ -47,7 +45,7 @@ class Grouped(PerExampleGradient):
 
     def workspace(self, method: str) -> int:
         T = self.which.shape[1]
-        return self.dtype.itemsize * (3 * T * min(T, BLOCK) if method == "ghost" else self.shape.numel())
+        return self.dtype.itemsize * (3 * T * min(T, ROWS) if method == "ghost" else self.shape.numel())
 
     def signature(self) -> tuple[Hashable, ...]:
         return ("grouped", *self.which.shape, *self.shape, self.a.dtype, str(self.device))
@@ -65,14 +63,7 @@ class Grouped(PerExampleGradient):
         return self._in_chunks(self._gram_norms, self.workspace("ghost"))
 
     def _gram_norms(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        a, g, which = self.a[start:stop], self.g[start:stop], self.which[start:stop]
-        squares, magnitudes = torch.zeros(2, stop - start, dtype=self.dtype, device=self.device)
-        for own, left, right in zip(which.split(BLOCK, 1), a.split(BLOCK, 1), g.split(BLOCK, 1), strict=True):
-            products = numerics.product(left, a.mT).mul_(numerics.product(right, g.mT))
-            products.masked_fill_(own.unsqueeze(2) != which.unsqueeze(1), 0)
-            squares += products.sum((1, 2))
-            magnitudes += products.abs_().sum((1, 2))
-        return squares.clamp_(min=0), magnitudes
+        return norms_by_key(self.which[start:stop], self.a[start:stop], self.g[start:stop])
 
     def _gradients(self, start: int, stop: int, method: str, out: Tensor | None) -> Tensor:
         a, g, which = self.a[start:stop], self.g[start:stop], self.which[start:stop]

@@ -10,13 +10,12 @@ from torch import Tensor
 from dpexp.clipping.cost import Cost
 from dpexp.clipping.gradients import numerics
 from dpexp.clipping.gradients.base import PerExampleGradient
+from dpexp.clipping.gradients.grams import ROWS, norms_by_key
 
 # gradients of one index that float32 may add one after the other: of equal numbers all errors have one direction, and 4096 of
 # them are off by 5e-5
 LONGEST_RUN = 64
 CHUNK = 1 << 12
-# rows of a Gram matrix that are there at once: of a text of 16384 tokens the whole would be 1 GiB
-BLOCK = 512
 
 
 class Lookup(PerExampleGradient):
@@ -55,7 +54,7 @@ class Lookup(PerExampleGradient):
 
     def workspace(self, method: str) -> int:
         _, T, d = self.g.shape
-        return self.dtype.itemsize * (2 * T * min(T, BLOCK) if method == "ghost" else 4 * T * d)
+        return self.dtype.itemsize * (2 * T * min(T, ROWS) if method == "ghost" else 4 * T * d)
 
     def signature(self) -> tuple[Hashable, ...]:
         return ("lookup", tuple(self.g.shape), self.g.dtype, str(self.device))
@@ -83,22 +82,13 @@ class Lookup(PerExampleGradient):
         return self._in_chunks(found, self.workspace(method))
 
     def _gram_norms(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        ids, g = self.ids[start:stop], self.g[start:stop]
-        squares, magnitudes = g.new_zeros(2, len(g), dtype=numerics.wide(g.dtype))
-        for rows, some in zip(ids.split(BLOCK, 1), g.split(BLOCK, 1), strict=True):
-            other = rows.unsqueeze(2) != ids.unsqueeze(1)
-            if self.padding_idx is not None:
-                other |= (rows == self.padding_idx).unsqueeze(2)
-            products = numerics.product(some, g.mT).masked_fill_(other, 0)
-            squares += products.sum((1, 2))
-            magnitudes += products.abs_().sum((1, 2))
-        return squares.clamp_(min=0), magnitudes
+        ids = self.ids[start:stop]
+        skipped = None if self.padding_idx is None else ids == self.padding_idx
+        return norms_by_key(ids, self.g[start:stop], skipped=skipped)
 
     def _segment_norms(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         ids, g = self.ids[start:stop], self.g[start:stop]
         B, T, d = g.shape
-        if T == 0:
-            return (g.new_zeros(B, dtype=numerics.wide(g.dtype)),) * 2
         dtype = numerics.wide(g.dtype)
         g = g.to(torch.float64 if T > LONGEST_RUN else dtype)
         if self.padding_idx is not None:
@@ -112,8 +102,8 @@ class Lookup(PerExampleGradient):
         sums.index_add_(0, segments.flatten(), g.reshape(B * T, d))
         lengths = torch.zeros(B * T, dtype=g.dtype, device=g.device)
         lengths.index_add_(0, segments.flatten(), torch.linalg.vector_norm(g, dim=2).flatten())
-        found = (numerics.squared_norms(each.view(B, T, -1)) for each in (sums, lengths))
-        squares, magnitudes = (each.to(dtype) for each in found)
+        both = (sums.view(B, T, d), lengths.view(B, T, 1))
+        squares, magnitudes = (numerics.squared_norms(each).to(dtype) for each in both)
         return squares, magnitudes
 
     def _scaled(self, factors: Tensor | None) -> Tensor:
@@ -126,14 +116,16 @@ class Lookup(PerExampleGradient):
         return g.reshape(-1, self.shape[1])
 
     def _gradients(self, start: int, stop: int, method: str, out: Tensor | None) -> Tensor:
-        rows, count = self.shape[0], stop - start
-        offsets = rows * torch.arange(count, device=self.device).unsqueeze(1)
-        part = self._replace(ids=self.ids[start:stop], g=self.g[start:stop])
-        table = (
-            self._zeros(count * rows, self.shape[1]) if out is None else out.zero_().view(-1, self.shape[1])
-        )
-        add_rows(table, (part.ids.long() + offsets).flatten(), part._scaled(None), part.ids.shape[1])
-        return table.view(count, *self.shape)
+        rows = self._zeros(stop - start, *self.shape) if out is None else out.zero_()
+        return self.add_gradients(rows, start)
+
+    def add_gradients(self, rows: Tensor, start: int) -> Tensor:
+        """Add those of the examples from ``start`` on to ``rows``, ``[b, *shape]``, in place."""
+        some = slice(start, start + len(rows))
+        part, (count, d) = self._replace(ids=self.ids[some], g=self.g[some]), self.shape
+        ids = part.ids.long() + count * torch.arange(len(rows), device=self.device).unsqueeze(1)
+        add_rows(rows.view(-1, d), ids.flatten(), part._scaled(None).to(rows.dtype), ids.shape[1])
+        return rows
 
     def _weighted_sum(self, factors: Tensor, out: Tensor | None) -> Tensor:
         scaled = self._scaled(factors)

@@ -47,16 +47,10 @@ class Scratch:
             held = buffers[str(dtype)] = torch.empty(numel, dtype=dtype, device=device)
         return held[:numel].view(*shape)
 
-    def chunk(self, bytes_per_example: int, device: torch.device) -> int:
+    def chunk(self, bytes_per_example: int, device: torch.device, caches: int = WARM) -> int:
         """How many examples to work on at once; at least one. On a CPU, more than the caches hold gains nothing."""
-        cap = min(self.cap_bytes, WARM) if device.type == "cpu" else self.cap_bytes
+        cap = min(self.cap_bytes, caches) if device.type == "cpu" else self.cap_bytes
         return max(1, cap // max(1, bytes_per_example))
-
-    def hot_chunk(self, bytes_per_example: int, device: torch.device) -> int:
-        """How many examples to instantiate at once where each is looked at right after; at least one."""
-        if device.type != "cpu":
-            return self.chunk(bytes_per_example, device)
-        return max(1, min(self.cap_bytes, HOT) // max(1, bytes_per_example))
 
     def __deepcopy__(self, memo: dict) -> Scratch:
         return Scratch(self.cap_bytes)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import reduce
+
 from dpexp.clipping.gradients.base import PerExampleGradient
 from dpexp.clipping.gradients.dense import Dense
 from dpexp.clipping.gradients.grouped import Grouped
@@ -32,13 +34,8 @@ def merge(first: PerExampleGradient, second: PerExampleGradient) -> PerExampleGr
     if len(outers) + len(lookups) < len(parts) or len({part.padding_idx for part in lookups}) > 1:
         lengths = first.magnitudes().sqrt() + second.magnitudes().sqrt()
         return Dense(first.instantiate() + second.instantiate(), lengths.square())
-    outer = outers[0] if outers else None
-    for other in outers[1:]:
-        outer = outer.joined(other)  # type: ignore[union-attr]
-    lookup = lookups[0] if lookups else None
-    for another in lookups[1:]:
-        lookup = lookup.joined(another)  # type: ignore[union-attr]
-    return Tied(outer, lookup) if outer and lookup else (outer or lookup)  # type: ignore[return-value]
+    joined = [reduce(lambda one, other: one.joined(other), own) for own in (outers, lookups) if own]
+    return Tied(*joined) if len(joined) > 1 else joined[0]
 
 
 def _parts(per_example: PerExampleGradient) -> tuple[PerExampleGradient, ...]:

@@ -147,6 +147,13 @@ def scale(x: Tensor, factors: Tensor) -> Tensor:
     return x * factors.to(wide(x.dtype)).view(-1, *[1] * (x.dim() - 1))
 
 
+def scale_smaller(first: Tensor, second: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
+    """Two tensors that are multiplied, and the smaller of them by the factors of its examples first."""
+    if first.numel() <= second.numel():
+        return scale(first, factors), second
+    return first, scale(second, factors)
+
+
 def product_into(out: Tensor, a: Tensor, b: Tensor, beta: int) -> None:
     """``out = beta * out + a @ b``, as exact as float32 where one of the matrices has 16 bits and the other has not.
 
@@ -180,11 +187,8 @@ def _pieces(a: Tensor, b: Tensor, out: Tensor) -> Iterator[tuple[Tensor, Tensor]
     a, b, inner = a.to(out.dtype), b.to(out.dtype), a.shape[1]
     if min(out.shape) <= NARROW and inner > LONGEST_RUN:
         # the whole run of a narrow result would be added up in one register: 4096 equal numbers with an error of 4e-5
-        whole = inner - inner % LONGEST_RUN
-        yield (
-            a[:, :whole].unflatten(1, (-1, LONGEST_RUN)).transpose(0, 1),
-            b[:whole].unflatten(0, (-1, LONGEST_RUN)),
-        )
+        whole, runs = inner - inner % LONGEST_RUN, (-1, LONGEST_RUN)
+        yield a[:, :whole].unflatten(1, runs).transpose(0, 1), b[:whole].unflatten(0, runs)
         a, b = a[:, whole:], b[whole:]
     yield a, b
 
@@ -197,8 +201,6 @@ def by_example(x: Tensor, num_examples: int, features: int) -> Tensor:
         num_examples: B; may be 0.
         features: how many trailing dimensions are features and stay.
     """
-    if x.dim() == features + 2 and x.shape[0] == num_examples:
-        return x
     kept = x.shape[x.dim() - features :]
     rows = x.shape[0] // num_examples if num_examples else 1
     positions = rows * math.prod(x.shape[1 : x.dim() - features])
@@ -207,8 +209,6 @@ def by_example(x: Tensor, num_examples: int, features: int) -> Tensor:
 
 def combine(rows: Tensor, factors: Tensor) -> Tensor:
     """``sum_i factors[i] * rows[i]``; ``rows`` is contiguous, ``[B, *shape]``."""
-    if rows.dim() == 2:
-        return torch.mv(rows.t(), factors.to(rows.dtype))
     matrix = rows.view(rows.shape[0], math.prod(rows.shape[1:]))
     return torch.mv(matrix.t(), factors.to(rows.dtype)).view(rows.shape[1:])
 
@@ -237,10 +237,5 @@ def states_of_chance(device: torch.device) -> tuple[Any, ...]:
     """Where the generators of the process stand, which a hook, or a forward that is computed again, may draw from."""
     numpy: Any = np.random.get_state()
     here = torch.cuda.get_rng_state(device).tolist() if device.type == "cuda" else None
-    return (
-        random.getstate(),
-        numpy[1].tobytes(),
-        numpy[2:],
-        torch.get_rng_state().numpy().tobytes(),
-        here,
-    )
+    torchs = torch.get_rng_state().numpy().tobytes()
+    return random.getstate(), numpy[1].tobytes(), numpy[2:], torchs, here

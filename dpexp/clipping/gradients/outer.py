@@ -104,12 +104,7 @@ class Outer(PerExampleGradient):
         return numerics.product(g.mT, a, batch).view(stop - start, *self.shape)
 
     def _weighted_sum(self, factors: Tensor, out: Tensor | None) -> Tensor:
-        a, g = self.parts
-        # scale the smaller one
-        if a.shape[2] <= g.shape[2]:
-            a = numerics.scale(a, factors)
-        else:
-            g = numerics.scale(g, factors)
+        a, g = numerics.scale_smaller(*self.parts, factors)
         left, right = g.flatten(0, 1).t(), a.flatten(0, 1)
         if out is not None and out.dtype == self.dtype and out.is_contiguous():
             numerics.product_into(out.view(g.shape[2], a.shape[2]), left, right, beta=1)

@@ -68,9 +68,8 @@ class Pulled(PerExampleGradient):
 
         Those have no direction of their own, so it is asked of a random one; twice that is allowed for.
         """
-        probe = torch.randn(
-            (1, *self.inner.shape), generator=torch.Generator().manual_seed(0), dtype=self.dtype, device="cpu"
-        )
+        generator = torch.Generator().manual_seed(0)
+        probe = torch.randn((1, *self.inner.shape), generator=generator, dtype=self.dtype, device="cpu")
         longer = 2 * self.pull(probe.to(self.device)).norm() / probe.norm()
         return self.inner.magnitudes() * longer.square()
 

@@ -103,6 +103,5 @@ def of_instantiated_norms(squares: Tensor, magnitudes: Tensor, terms: int, ordin
     u = unit(squares.dtype)
     usual, worst = min(SUM, 1 + SUM_BY_TERMS * terms), SUM + 2 * ONE_DIRECTION * terms
     of_magnitude = torch.where(magnitudes > ordinary * squares, worst * u, usual * u)
-    return (
-        squares.sqrt() * (1 + ONE_DIRECTION * min(terms, LONGEST) * u) + of_magnitude * magnitudes.sqrt()
-    ).square()
+    longer = squares.sqrt() * (1 + ONE_DIRECTION * min(terms, LONGEST) * u)
+    return (longer + of_magnitude * magnitudes.sqrt()).square()

@@ -10,7 +10,8 @@ from torch import Tensor
 from dpexp.clipping.cost import Cost
 from dpexp.clipping.gradients import numerics
 from dpexp.clipping.gradients.base import PerExampleGradient
-from dpexp.clipping.gradients.lookup import BLOCK, Lookup, add_rows
+from dpexp.clipping.gradients.grams import ROWS
+from dpexp.clipping.gradients.lookup import Lookup
 from dpexp.clipping.gradients.outer import Outer
 
 
@@ -49,7 +50,7 @@ class Tied(PerExampleGradient):
         return ("tied", *self.outer.signature(), *self.lookup.signature())
 
     def _cross_bytes(self) -> int:
-        return 2 * self.dtype.itemsize * min(self.outer._sizes()[1], BLOCK) * self.lookup.g.shape[1]
+        return 2 * self.dtype.itemsize * min(self.outer._sizes()[1], ROWS) * self.lookup.g.shape[1]
 
     def _terms(self) -> int:
         return self.outer._terms() + self.lookup._terms()
@@ -72,7 +73,7 @@ class Tied(PerExampleGradient):
         ids, ge, real = self.lookup.ids[start:stop], self.lookup.g[start:stop], self.lookup.real()
         cross, lengths = h.new_zeros(2, len(h), dtype=self.dtype)
         # some head positions at a time; nothing is rounded that is summed as it is
-        for some, logits in zip(h.split(BLOCK, 1), gh.split(BLOCK, 1), strict=True):
+        for some, logits in zip(h.split(ROWS, 1), gh.split(ROWS, 1), strict=True):
             products = numerics.product(some.to(self.dtype), ge.mT.to(self.dtype))
             picked = logits.gather(2, ids.long().unsqueeze(1).expand(-1, logits.shape[1], -1))
             if real is not None:
@@ -84,11 +85,7 @@ class Tied(PerExampleGradient):
 
     def _gradients(self, start: int, stop: int, method: str, out: Tensor | None) -> Tensor:
         rows = self.outer._gradients(start, stop, method, out).to(self.dtype)
-        lookup = self.lookup
-        part = lookup._replace(ids=lookup.ids[start:stop], g=lookup.g[start:stop])
-        for row, ids, g in zip(rows, part.ids, part._scaled(None).view(part.g.shape), strict=True):
-            add_rows(row, ids, g.to(self.dtype), len(ids))
-        return rows
+        return self.lookup.add_gradients(rows, start)
 
     def _weighted_sum(self, factors: Tensor, out: Tensor | None) -> Tensor:
         total = self.outer.weighted_sum(factors, out)

@@ -179,8 +179,12 @@ def filled(params: dict[str, nn.Parameter], value: float) -> Rows:
 
 def _even(values: Rows, epsilon: float) -> Rows:
     """The values plus ε, divided by their root mean square."""
-    total = sum(v.numel() for v in values.values())
-    size = math.sqrt(float(sum(v.double().square().sum() for v in values.values())) / total) or 1.0
+    size = _root_mean_square(values) or 1.0
     moved = {name: v / size + epsilon for name, v in values.items()}
-    again = math.sqrt(float(sum(v.double().square().sum() for v in moved.values())) / total)
-    return {name: v / again for name, v in moved.items()}
+    size = _root_mean_square(moved)
+    return {name: v / size for name, v in moved.items()}
+
+
+def _root_mean_square(values: Rows) -> float:
+    every = values.values()
+    return math.sqrt(float(sum(v.double().square().sum() for v in every)) / sum(v.numel() for v in every))

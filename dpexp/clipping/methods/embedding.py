@@ -73,10 +73,9 @@ class Embedding(Method):
         directions = self.directions.to(gradients)
         inside = gradients @ directions.T
         outside = gradients - inside @ directions
-        squares = torch.stack([numerics.squared_norms(inside), numerics.squared_norms(outside)])
-        first, second = (
-            factors(k, squares[k]).to(gradients) @ part for k, part in enumerate((inside, outside))
-        )
+        parts = (inside, outside)
+        squares = torch.stack([*map(numerics.squared_norms, parts)])
+        first, second = (factors(k, squares[k]).to(gradients) @ part for k, part in enumerate(parts))
         return squares, {EMBEDDING: first, **split(second, self.params)}
 
     def finish(self, stds: dict[int, float]) -> None:

@@ -94,7 +94,10 @@ class LocalClipper(WatchedClipper):
         try:
             with buffers_kept(self.model):
                 for part in self._parts(batch):
-                    self._descend(part, loss_scale)
+                    gradients = self._gradients(self.losses(part).sum() * loss_scale)
+                    with torch.no_grad():
+                        for name, gradient in gradients.items():
+                            self.params[name].sub_(gradient, alpha=self.lr / loss_scale)
             updates = {name: before[name] - p.detach() for name, p in self.params.items()}
         finally:
             with torch.no_grad():
@@ -104,7 +107,7 @@ class LocalClipper(WatchedClipper):
 
     def _parts(self, batch: Batch) -> Iterator[Batch]:
         """The batches of the local epochs; each epoch has an order of its own, drawn from torch's generator."""
-        weights = batch.get(WEIGHTS)
+        weights, others = batch.get(WEIGHTS), {name: v for name, v in batch.items() if name != WEIGHTS}
         for _ in range(self.epochs):
             if not self.batch_size or weights is None:
                 yield batch
@@ -112,16 +115,6 @@ class LocalClipper(WatchedClipper):
             real = (weights[0] > 0).nonzero()[:, 0]
             real = real[torch.randperm(len(real)).to(real.device)]
             for rows in real.split(self.batch_size):
-                some = {
-                    name: value[rows.to(value.device)] for name, value in batch.items() if name != WEIGHTS
-                }
+                some = {name: value[rows.to(value.device)] for name, value in others.items()}
                 chosen = weights[:, rows]
                 yield some | {WEIGHTS: chosen / chosen.sum()}
-
-    def _descend(self, batch: Batch, loss_scale: float) -> None:
-        """One step of SGD."""
-        loss = self.losses(batch).sum() * loss_scale
-        gradients = self._gradients(loss)
-        with torch.no_grad():
-            for name, gradient in gradients.items():
-                self.params[name].sub_(gradient, alpha=self.lr / loss_scale)

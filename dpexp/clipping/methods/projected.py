@@ -145,9 +145,7 @@ class ProjectedClipper(WatchedClipper):
         """M_i², ``[B]``, float64."""
         weights, params = torch.ones_like(losses, requires_grad=True), tuple(self.params.values())
         try:
-            found = torch.autograd.grad(
-                losses, params, grad_outputs=weights, create_graph=True, allow_unused=True
-            )
+            found = torch.autograd.grad(losses, params, weights, create_graph=True, allow_unused=True)
             used = [(p, g) for p, g in zip(params, found, strict=True) if g is not None]
             pairs = [(p, g) for p, g in used if g.requires_grad]
             if any(bool(g.any()) for _, g in used if not g.requires_grad):

@@ -174,9 +174,7 @@ class RowsStep(Step):
     def _loop(self, measuring: bool = True) -> None:
         looped = {name: p for name, p in self.params.items() if name in self.looped}
         for name, p in looped.items():
-            self.rows[name] = torch.zeros(
-                self.num_examples, *p.shape, dtype=self.all_norms.dtype, device=self.all_norms.device
-            )
+            self.rows[name] = self.all_norms.new_zeros(self.num_examples, *p.shape)
         finite = self.visit.roots.finite()
         for i, gradients in loop_over_examples(self.visit, looped, retain=False):
             for name, gradient in gradients.items():

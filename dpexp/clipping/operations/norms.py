@@ -26,7 +26,7 @@ class LayerNorm(Normalisation):
     """Any ``normalized_shape``. The input is normalised again, in float32 at least."""
 
     label = "layer norm"
-    names = ("input", "normalized_shape", "weight", "bias", "eps")
+    names: tuple[str, ...] = ("input", "normalized_shape", "weight", "bias", "eps")
 
     def gradient(self, name: str, arrived: Arrival) -> PerExampleGradient:
         shape = tuple(arrived.option("normalized_shape"))
@@ -34,23 +34,22 @@ class LayerNorm(Normalisation):
             g = arrived.output_gradient(len(shape))
             return Dense(g.sum(1, dtype=wide(g.dtype)))
         x = arrived.tensor("input")
-        normalised = F.layer_norm(x.to(wide(x.dtype)), shape, None, None, arrived.option("eps", 1e-5))
-        return scaled(normalised, arrived, len(shape))
+        terms = self.normalised(x.to(wide(x.dtype)), shape, arrived).mul_(arrived.gy)
+        return Dense(by_example(terms, arrived.num_examples, len(shape)).sum(1))
+
+    def normalised(self, x: Tensor, shape: tuple[int, ...], arrived: Arrival) -> Tensor:
+        """Return the input before it is multiplied by the weight, a new tensor."""
+        return F.layer_norm(x, shape, None, None, arrived.option("eps", 1e-5))
 
 
-class RMSNorm(Normalisation):
-    """Any ``normalized_shape``. The input is normalised again, in float32 at least."""
+class RMSNorm(LayerNorm):
+    """The same without a mean and a bias."""
 
     label = "rms norm"
     names = ("input", "normalized_shape", "weight", "eps")
 
-    def gradient(self, name: str, arrived: Arrival) -> PerExampleGradient:
-        shape, x = tuple(arrived.option("normalized_shape")), arrived.tensor("input")
-        dtype, eps = wide(x.dtype), arrived.option("eps")
-        # torch takes the smallest step of the wider dtype, too
-        eps = torch.finfo(dtype).eps if eps is None else eps
-        normalised = F.rms_norm(x.to(dtype), shape, None, eps)
-        return scaled(normalised, arrived, len(shape))
+    def normalised(self, x: Tensor, shape: tuple[int, ...], arrived: Arrival) -> Tensor:
+        return F.rms_norm(x, shape, None, arrived.option("eps"))
 
 
 class GroupNorm(Normalisation):
@@ -110,11 +109,6 @@ class BatchNorm(Normalisation):
         rstd = (variance + arrived.option("eps", 1e-5)).rsqrt()
         scale = ((x.reshape(gy.shape) * gy).sum(2) - mean * shift) * rstd
         return Dense(by_example(scale, count, 1).sum(1))
-
-
-def scaled(normalised: Tensor, arrived: Arrival, dims: int) -> Dense:
-    """Sum normalised inputs times output gradients over the rows of each example; writes into ``normalised``."""
-    return Dense(by_example(normalised.mul_(arrived.gy), arrived.num_examples, dims).sum(1))
 
 
 def channel_gradients(
