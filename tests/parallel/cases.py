@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from dpexp import PrivacyEngine
+from dpexp.clipping.devices import device_groups
 from dpexp.training import release
 
 EXAMPLES, TOKENS, VOCABULARY = 24, 6, 23
@@ -21,7 +22,7 @@ class Case:
     """What is trained, and how."""
 
     model: str = "mlp"
-    clip: str = "flat"  # flat | layer | adaptive
+    clip: str = "flat"  # flat | layer | adaptive | device: a threshold for each half of the blocks
     peft: str = "full"  # full | lora
     precision: str = "fp32"  # fp32 | bf16
     pieces: int = 1  # physical batches of a rank
@@ -186,11 +187,14 @@ def run(
     before, release.add_gaussian_ = release.add_gaussian_, noise
     try:
         model = made(case)
+        groups: Any = "flat" if case.clip == "flat" else "layer"
+        if case.clip == "device":
+            groups = device_groups(model, 2)
         model = wrap(model) if wrap is not None else model
         optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
         settings: dict[str, Any] = dict(
             batch_size=case.batch_size, steps=steps, noise_multiplier=0.5, delta=1e-3, noise_seed=11, checkpoint_every=0,
-            clip_norm=0.5, groups="flat" if case.clip == "flat" else "layer",
+            clip_norm=0.5, groups=groups,
             target_quantile=0.5 if case.clip == "adaptive" else None, engine=case.engine,
         )  # fmt: skip
         size = 64 if case.pieces == 1 else -(-int(case.batch_size) // (case.pieces * ranks))

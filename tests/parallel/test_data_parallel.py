@@ -32,6 +32,7 @@ CASES = [
     Case("gpt2", "adaptive", precision="bf16"),
     Case("vit", "layer", engine="ghost"),
     Case("llama", "adaptive", "lora", pieces=3),
+    Case("vit", "device", pieces=3),
 ]  # fmt: skip
 
 

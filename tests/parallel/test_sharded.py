@@ -41,6 +41,7 @@ CASES = [
     Case("vit", "layer", engine="ghost"),
     Case("llama", "flat", "lora", pieces=3),
     Case("llama", "layer", checkpointing=True),
+    Case("llama", "device", pieces=3),
 ]  # fmt: skip
 
 
