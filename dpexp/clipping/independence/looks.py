@@ -180,7 +180,7 @@ class Independence:
         Raises:
             UserError: a trainable parameter outside of the attached model would get no gradient.
         """
-        if not self.due or (self._known and not self.waiting):
+        if not roots.num_examples or not self.due or (self._known and not self.waiting):
             return
         refuse_foreign(roots, attached)
         for replay in self.waiting:
