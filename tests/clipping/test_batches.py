@@ -205,6 +205,12 @@ IN_ORDER: dict[str, tuple[bool, Callable[[Tensor, Tensor], Tensor]]] = {
         False,
         lambda h, order: torch.addmm(h.new_zeros(h.shape), F.one_hot(order).double(), h),
     ),
+    "a sparse matrix, added": (
+        False,
+        lambda h, order: torch.sparse.addmm(h.new_zeros(h.shape), F.one_hot(order).double().to_sparse(), h),
+    ),
+    "linear algebra": (False, lambda h, order: torch.linalg.matmul(F.one_hot(order).to(h), h)),
+    "split": (False, lambda h, order: torch.cat([h.vsplit(len(h))[i] for i in order.tolist()])),
     "a sparse matrix": (False, lambda h, order: torch.sparse.mm(F.one_hot(order).double().to_sparse(), h)),
     "matrices": (False, lambda h, order: torch.linalg.multi_dot([F.one_hot(order).double(), h])),
     "a linear map": (False, lambda h, order: F.linear(h.T, F.one_hot(order).double()).T),
