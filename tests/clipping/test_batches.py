@@ -233,7 +233,10 @@ IN_ORDER: dict[str, tuple[bool, Callable[[Tensor, Tensor], Tensor]]] = {
         True,
         lambda h, order: torch.hstack([h[:, i : i + 1] for i in order.tolist()]),
     ),
-    "positions first, gathered": (True, lambda h, order: h.gather(1, order[None, :, None].expand_as(h))),
+    "positions first, gathered": (
+        True,
+        lambda h, order: h.gather(axis=1, index=order[None, :, None].expand_as(h)),
+    ),
     "positions first, sent": (True, lambda h, order: torch.zeros_like(h).index_copy(1, order.argsort(), h)),
 }
 

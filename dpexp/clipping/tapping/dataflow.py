@@ -280,7 +280,7 @@ def _size(tensor: Tensor, dim: int) -> Sizes:
 
 def _dims(args: Any, kwargs: Any, place: int, default: int) -> list[int]:
     """The dimensions that an operation is given by name, or among its arguments from a place on."""
-    given = kwargs.get("dim", kwargs.get("dims", args[place:]))
+    given = next((kwargs[name] for name in ("dim", "dims", "axis") if name in kwargs), args[place:])
     return [leaf for leaf in tree_leaves(given) if type(leaf) is int] or [default]
 
 
