@@ -192,10 +192,6 @@ IN_ORDER: dict[str, tuple[bool, Callable[[Tensor, Tensor], Tensor]]] = {
     "a table": (False, lambda h, order: F.embedding(order, h)),
     "a matrix": (False, lambda h, order: F.one_hot(order).to(h) @ h),
     "named arguments": (False, lambda h, order: torch.index_select(input=h, dim=0, index=order)),
-    "a matrix with named arguments": (
-        False,
-        lambda h, order: torch.matmul(input=F.one_hot(order).to(h), other=h),
-    ),
     "a table, in bags": (False, lambda h, order: F.embedding_bag(order[:, None], h, mode="sum")),
     "copied into views": (False, copied),
     "scattered slice by slice": (False, scattered),
@@ -203,7 +199,7 @@ IN_ORDER: dict[str, tuple[bool, Callable[[Tensor, Tensor], Tensor]]] = {
     "columns": (False, lambda h, order: torch.column_stack([h[i] for i in order.tolist()]).T),
     "a matrix, added": (
         False,
-        lambda h, order: torch.addmm(h.new_zeros(h.shape), F.one_hot(order).double(), h),
+        lambda h, order: torch.addmm(input=h.new_zeros(h.shape), mat1=F.one_hot(order).double(), mat2=h),
     ),
     "a sparse matrix, added": (
         False,
