@@ -261,6 +261,21 @@ def test_rows_in_an_order_that_changes_nothing_at_first(forward: Callable[..., T
     exact_in_company(Own(forward, **linears("first", "out")), batches, engine)
 
 
+def test_rows_that_nobody_sees_put_in_order_are_refused_from_the_second_batch_on() -> None:
+    def summed(self: Any, x: Tensor, lengths: Tensor) -> Tensor:
+        chosen = F.one_hot(torch.tensor(by_length(lengths))).double()[..., None]
+        h = torch.tanh(self.first((chosen * x[:, 0]).sum(1)))
+        return self.out((chosen.transpose(0, 1) * h).sum(1))
+
+    torch.manual_seed(0)
+    model = Own(summed, **linears("first", "out")).double()
+    clipper = attach(model)
+    clipper.backward(model(**rows(3, 4), lengths=torch.tensor([2, 2, 2])).square().sum(1))
+    for lengths in ([1, 2, 3], [2, 1, 3]):
+        with pytest.raises(UserError, match="mixes examples"):
+            clipper.backward(model(**rows(3, 4), lengths=torch.tensor(lengths)).square().sum(1))
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 def test_rows_that_are_sorted_late_and_in_order_at_first(engine: str) -> None:
     """The way through the sort is new when nobody watches any more who picks rows."""
