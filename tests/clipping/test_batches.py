@@ -192,10 +192,6 @@ IN_ORDER: dict[str, tuple[bool, Callable[[Tensor, Tensor], Tensor]]] = {
     "a table": (False, lambda h, order: F.embedding(order, h)),
     "a matrix": (False, lambda h, order: F.one_hot(order).to(h) @ h),
     "named arguments": (False, lambda h, order: torch.index_select(input=h, dim=0, index=order)),
-    "a matrix with named arguments": (
-        False,
-        lambda h, order: torch.matmul(input=F.one_hot(order).to(h), other=h),
-    ),
     "a table, in bags": (False, lambda h, order: F.embedding_bag(order[:, None], h, mode="sum")),
     "copied into views": (False, copied),
     "scattered slice by slice": (False, scattered),
@@ -203,8 +199,14 @@ IN_ORDER: dict[str, tuple[bool, Callable[[Tensor, Tensor], Tensor]]] = {
     "columns": (False, lambda h, order: torch.column_stack([h[i] for i in order.tolist()]).T),
     "a matrix, added": (
         False,
-        lambda h, order: torch.addmm(h.new_zeros(h.shape), F.one_hot(order).double(), h),
+        lambda h, order: torch.addmm(input=h.new_zeros(h.shape), mat1=F.one_hot(order).double(), mat2=h),
     ),
+    "a sparse matrix, added": (
+        False,
+        lambda h, order: torch.sparse.addmm(h.new_zeros(h.shape), F.one_hot(order).double().to_sparse(), h),
+    ),
+    "linear algebra": (False, lambda h, order: torch.linalg.matmul(F.one_hot(order).to(h), h)),
+    "split": (False, lambda h, order: torch.cat([h.vsplit(len(h))[i] for i in order.tolist()])),
     "a sparse matrix": (False, lambda h, order: torch.sparse.mm(F.one_hot(order).double().to_sparse(), h)),
     "matrices": (False, lambda h, order: torch.linalg.multi_dot([F.one_hot(order).double(), h])),
     "a linear map": (False, lambda h, order: F.linear(h.T, F.one_hot(order).double()).T),
@@ -227,7 +229,10 @@ IN_ORDER: dict[str, tuple[bool, Callable[[Tensor, Tensor], Tensor]]] = {
         True,
         lambda h, order: torch.hstack([h[:, i : i + 1] for i in order.tolist()]),
     ),
-    "positions first, gathered": (True, lambda h, order: h.gather(1, order[None, :, None].expand_as(h))),
+    "positions first, gathered": (
+        True,
+        lambda h, order: h.gather(axis=1, index=order[None, :, None].expand_as(h)),
+    ),
     "positions first, sent": (True, lambda h, order: torch.zeros_like(h).index_copy(1, order.argsort(), h)),
 }
 
@@ -254,6 +259,21 @@ def test_rows_in_an_order_that_changes_nothing_at_first(forward: Callable[..., T
     torch.manual_seed(0)
     batches = [rows(3, 4) | {"lengths": torch.tensor(given)} for given in sizes]
     exact_in_company(Own(forward, **linears("first", "out")), batches, engine)
+
+
+def test_rows_that_nobody_sees_put_in_order_are_refused_from_the_second_batch_on() -> None:
+    def summed(self: Any, x: Tensor, lengths: Tensor) -> Tensor:
+        chosen = F.one_hot(torch.tensor(by_length(lengths))).double()[..., None]
+        h = torch.tanh(self.first((chosen * x[:, 0]).sum(1)))
+        return self.out((chosen.transpose(0, 1) * h).sum(1))
+
+    torch.manual_seed(0)
+    model = Own(summed, **linears("first", "out")).double()
+    clipper = attach(model)
+    clipper.backward(model(**rows(3, 4), lengths=torch.tensor([2, 2, 2])).square().sum(1))
+    for lengths in ([1, 2, 3], [2, 1, 3]):
+        with pytest.raises(UserError, match="mixes examples"):
+            clipper.backward(model(**rows(3, 4), lengths=torch.tensor(lengths)).square().sum(1))
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -86,6 +86,15 @@ INPUTS: dict[str, tuple[nn.Module, Callable[[], Batch]]] = {
         ),
         lambda: rows(3),
     ),
+    "copies by keyword": (
+        Own(
+            lambda self, x: self.out(
+                torch.tanh(x + torch.broadcast_to(input=torch.relu_(input=self.first.bias * 1), size=x.shape))
+            ),
+            **linears("first", "out"),
+        ),
+        lambda: rows(3),
+    ),
     "a vector as weight": (
         Own(
             lambda self, x: F.linear(torch.tanh(self.first(x)), self.out.bias) + self.out.weight.sum(),

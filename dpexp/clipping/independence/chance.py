@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -77,14 +78,14 @@ class WithoutChance(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         # nearly all operations are plain ones, and each costs what is done here
-        about = _KNOWN.get(id(func)) or _about(func)
-        result = self._special(about, args, kwargs) if about.special else func(*args, **kwargs)
+        about = _about(func)
+        result = self._special(func, about, args, kwargs) if about.special else func(*args, **kwargs)
         if isinstance(result, Tensor) and result.dtype is torch.bool and any(map(_of_reals, args)):
             setattr(result, COMPARED, True)
         return result
 
-    def _special(self, about: About, args: Any, kwargs: Any) -> Any:
-        func, name = about.func, about.name
+    def _special(self, func: Any, about: About, args: Any, kwargs: Any) -> Any:
+        name = about.name
         self.settled &= not about.decides
         if about.draws:
             self.met = True
@@ -139,29 +140,22 @@ class About(NamedTuple):
         draws: whether it is a random one.
         decides: whether what a model does next may go by its result, and not by shapes alone.
         special: whether it is looked at at all.
-        func: itself; no other operation has its id while it is held.
     """
 
     name: str
     draws: bool
     decides: bool
     special: bool
-    func: Any
 
 
-_KNOWN: dict[int, About] = {}
-
-
+@functools.cache
 def _about(func: Any) -> About:
     if isinstance(func, HigherOrderOperator):
-        about = About("", False, True, True, func)
-    else:
-        name = func.overloadpacket.__name__.strip("_")
-        draws = torch.Tag.nondeterministic_seeded in func.tags or name in UNTAGGED
-        decides = draws or name == READING or not DECIDING.isdisjoint(func.tags)
-        about = About(name, draws, decides, decides or name in INDEXING | ORDERING, func)
-    _KNOWN[id(func)] = about
-    return about
+        return About("", False, True, True)
+    name = func.overloadpacket.__name__.strip("_")
+    draws = torch.Tag.nondeterministic_seeded in func.tags or name in UNTAGGED
+    decides = draws or name == READING or not DECIDING.isdisjoint(func.tags)
+    return About(name, draws, decides, decides or name in INDEXING | ORDERING)
 
 
 def _of_reals(x: Any) -> bool:

@@ -34,18 +34,10 @@ class Comparison:
         places: of some outputs, where the rows of an example can be, see `places_of`.
     """
 
-    def __init__(
-        self,
-        arrangement: Arrangement,
-        bits: int,
-        places: Mapping[int, Places] | None = None,
-    ):
-        self.arrangement, self.places = arrangement, places or {}
-        self.bits = bits
+    def __init__(self, arrangement: Arrangement, bits: int, places: Mapping[int, Places] | None = None):
+        self.arrangement, self.bits, self.places = arrangement, bits, places or {}
         self.tolerance, self.same_size = ROUNDING[bits]
-        # by output, the dimension that was found to be the batch
-        self._axes: dict[int, int] = {}
-        # and where in it the rows of one example are
+        # by output, the dimension that was found to be the batch, and whether the rows of one example are apart there
         self._rows: dict[int, tuple[int, bool]] = {}
 
     def of(self, variant: Variant, ends: Sequence[Ends] = ()) -> Callable[..., bool | None]:
@@ -55,10 +47,8 @@ class Comparison:
         """
         rows, here = self.arrangement, len(variant.rows)
         count, count_here = rows.examples * rows.times, here * rows.times
-        pairs = [(rows.row(i, m), rows.row(j, m, here)) for i, j in variant.same for m in range(rows.times)]
-
         tolerance = self.same_size if count_here == count else self.tolerance
-
+        pairs = [(rows.row(i, m), rows.row(j, m, here)) for i, j in variant.same for m in range(rows.times)]
         before, after = ([pair[k] for pair in pairs] for k in (0, 1))
         chosen = [rows.row(i, m) for i, _ in variant.rows for m in range(rows.times)]
         cuts = [(cut, Ends(cut.sizes[chosen])) for cut in ends]
@@ -70,10 +60,11 @@ class Comparison:
                     # by chance as many as examples: either may be meant
                     if cut.total != count or not apart:
                         return apart
-            known = None if leaf is None else self._axes.get(leaf)
-            allowed = None if leaf is None else self.places.get(leaf)
+            known, allowed = (
+                (self._rows.get(leaf), self.places.get(leaf)) if leaf is not None else (None, None)
+            )
             verdicts = []
-            for axis, times in _batch_axes(a, b, count, count_here, known):
+            for axis, times in _batch_axes(a, b, count, count_here, known[0] if known else None):
                 for strided in (False, True) if times > 1 else (False,):
                     if allowed is not None and (axis, strided) not in allowed:
                         continue
@@ -82,8 +73,6 @@ class Comparison:
                     # what has one size in every batch, as a parameter that is returned, has no rows of examples
                     if leaf is not None and count != count_here and not verdicts[-1]:
                         self._rows.setdefault(leaf, (axis, strided))
-                if leaf is not None and count != count_here and not all(verdicts):
-                    self._axes[leaf] = axis
             return None if not verdicts else all(verdicts)
 
         return differs

@@ -19,11 +19,11 @@ EXPANSIONS = frozenset({"expand", "expand_as", "broadcast_to", "repeat"})
 def expansion(call: Call) -> Tensor | None:
     """Tap copies of a value, one for each row of the batch; None where it is a function of parameters like any other."""
     rows, value = call.recorder.rows, call.values[0]
-    met = values_of(call.recorder, [value]) if rows and call.args[0] is value and not value.changed else None
+    met = values_of(call.recorder, [value]) if rows and call.first is value and not value.changed else None
     if not rows or not met:
         return None
     leaf = met[0].leaf
-    y = call.func(leaf, *call.args[1:], **call.kwargs)
+    y = call.func(leaf, *call.args[1:], **{k: v for k, v in call.kwargs.items() if k != "input"})
     base = (1,) * (y.dim() - leaf.dim()) + tuple(leaf.shape)
     if not y.dim():
         return None

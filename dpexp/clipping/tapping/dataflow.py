@@ -38,14 +38,14 @@ RETURNING = dict(
 PICKING = dict(index_select=1, take_along_dim=2, gather=1, sort=1, argsort=1, topk=2, roll=2, flip=1)
 # Products with a matrix, which may put rows in another order, with how many tensors stand before the matrices.
 PRODUCTS = dict(
-    matmul=0, __matmul__=0, __rmatmul__=0, mm=0, bmm=0, mv=0, inner=0, linear=0, sparse_mm=0, _sparse_mm=0, tensordot=0,
-    linalg_multi_dot=0, addmm=1, addmv=1, addbmm=1, baddbmm=1,
+    matmul=0, __matmul__=0, __rmatmul__=0, mm=0, bmm=0, mv=0, inner=0, linear=0, sparse_mm=0, _sparse_mm=0, smm=0, hspmm=0,
+    tensordot=0, linalg_matmul=0, linalg_multi_dot=0, chain_matmul=0, addmm=1, addmv=1, addbmm=1, baddbmm=1, _sparse_addmm=1,
 )  # fmt: skip
 # Operations that pick or order rows by their values or lengths, whatever else they are given.
 ORDERING = {"masked_select", "take", "msort", "_pack_padded_sequence", "unique", "unique_consecutive"}
 # Operations that take the rows of a tensor apart, with the place of the dimension among their arguments, and operations that put
 # tensors together to rows, in an order that Python may have made, with the dimension along which they do where none is given.
-CUTTING = dict(unbind=1, select=1, narrow=1, split=2, split_with_sizes=2, chunk=2, tensor_split=2)
+CUTTING = dict(unbind=1, select=1, narrow=1, split=2, split_with_sizes=2, chunk=2, tensor_split=2, vsplit=2)
 JOINING = dict(
     cat=0, concat=0, concatenate=0, stack=0, vstack=0, row_stack=0, pad_sequence=0, hstack=1, column_stack=1, dstack=1
 )  # fmt: skip
@@ -280,7 +280,7 @@ def _size(tensor: Tensor, dim: int) -> Sizes:
 
 def _dims(args: Any, kwargs: Any, place: int, default: int) -> list[int]:
     """The dimensions that an operation is given by name, or among its arguments from a place on."""
-    given = kwargs.get("dim", kwargs.get("dims", args[place:]))
+    given = next((kwargs[name] for name in ("dim", "dims", "axis") if name in kwargs), args[place:])
     return [leaf for leaf in tree_leaves(given) if type(leaf) is int] or [default]
 
 

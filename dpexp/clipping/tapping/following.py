@@ -142,7 +142,7 @@ def _set(func: Any, value: Any, *given: Any) -> None:
 def _meet(call: Call, tensors: list[Tensor]) -> Any:
     """Compute an operation on followed values; NotImplemented where it is left to ordinary autograd."""
     recorder, func, values = call.recorder, call.func, call.values
-    if func in KINDS and call.args[0] is not values[0]:
+    if func in KINDS and call.first is not values[0]:
         # numbers of the batch, of the weight's kind or shape
         return NotImplemented
     call.others = [t for t in tensors if func not in KINDS and not any(t is value for value in values)]
@@ -166,9 +166,9 @@ def _meet(call: Call, tensors: list[Tensor]) -> Any:
     planned = role.startswith(USE) and len(role) == len(USE) + len(call.others)
     if not planned or any(value.changed for value in values):
         return NotImplemented
-    if in_place(func) and any(call.args[0] is value for value in values):
+    if in_place(func) and any(call.first is value for value in values):
         # the batch goes into it: no value of parameters alone any more
-        call.args[0].key = None
+        call.first.key = None
         return NotImplemented
     call.batched = [t for t, digit in zip(call.others, role[len(USE) :], strict=True) if digit == "1"]
     return meeting.use(call)
@@ -197,13 +197,13 @@ def _role(recorder: Recorder, others: Sequence[Tensor]) -> str:
 def _derive(call: Call) -> Any:
     """Run a function of followed values and constants, and follow what it gives."""
     # what it saves is kept as it is, also where activation checkpointing would drop it; FSDP frees the memory of weights
-    recorder, args = call.recorder, call.args
+    recorder, first = call.recorder, call.first
     keep = _same if recorder.shards is None else recorder.shards.outliving
     with torch.autograd.graph.saved_tensors_hooks(keep, _same):
-        result = call.func(*args, **call.kwargs)
+        result = call.func(*call.args, **call.kwargs)
     if in_place(call.func):
-        if type(args[0]) is Followed:
-            args[0].param, args[0].seen = None, args[0]._version
+        if type(first) is Followed:
+            first.param, first.seen = None, first._version
         return result
 
     def follow(item: Any, name: str) -> Any:

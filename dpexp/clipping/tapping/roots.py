@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import torch
@@ -98,10 +99,7 @@ class Roots:
     @property
     def dtype(self) -> torch.dtype:
         """The widest of the gradients' dtypes."""
-        dtype = self.gradients[0].dtype
-        for gradient in self.gradients[1:]:
-            dtype = torch.promote_types(dtype, gradient.dtype)
-        return dtype
+        return reduce(torch.promote_types, (gradient.dtype for gradient in self.gradients))
 
     def edges(self) -> list[tuple[Any, int]]:
         """Return the nodes of the graph that made these roots, each with the number of its output."""

@@ -7,6 +7,7 @@ of a forward, with gradients on, it gives the followed parameter (`following`), 
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import torch
@@ -66,10 +67,11 @@ def find_sites(model: nn.Module, recorder: Recorder) -> list[tuple[nn.Module, Si
 
 def install(module: nn.Module, site: Site) -> None:
     """Swap the class of ``module``; its parameters, buffers, hooks and children stay untouched."""
-    alone = next(module.children(), None) is None or type(module) in REWRITTEN
-    cls = swapped_class(type(module), tuple(site.params), alone)
+    cls: Any = type(module)
+    alone = next(module.children(), None) is None or cls in REWRITTEN
+    made = swapped_class(cls, tuple(site.params), alone)
     module.__dict__[SITE] = site
-    module.__class__ = cls
+    module.__class__ = made
 
 
 def uninstall(module: nn.Module) -> None:
@@ -83,10 +85,8 @@ def native_class(module: nn.Module) -> type[nn.Module]:
     return getattr(type(module), "_dpexp_native", type(module))
 
 
-_swapped_classes: dict[tuple[type, tuple[str, ...], bool], type] = {}
-
-
-def swapped_class(cls: type[nn.Module], params: tuple[str, ...], with_forward: bool) -> type[nn.Module]:
+@functools.cache
+def swapped_class(cls: Any, params: tuple[str, ...], with_forward: bool) -> type[nn.Module]:
     """Return a subclass of ``cls`` with one property per parameter.
 
     Args:
@@ -94,21 +94,19 @@ def swapped_class(cls: type[nn.Module], params: tuple[str, ...], with_forward: b
         params: local names.
         with_forward: whether its forward runs as one piece, uncompiled: a module without children, or one that is rewritten.
     """
-    key = (cls, params, with_forward)
-    if key not in _swapped_classes:
-        body: dict[str, Any] = {local: _property(local) for local in params}
-        body |= {"_dpexp_native": cls, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
-        body["__reduce_ex__"] = _reduce
-        if with_forward:
-            body["forward"] = _forward
-        if not hasattr(cls, "__deepcopy__"):
-            body["__deepcopy__"] = _deepcopy
-        kind: Any = type(cls)
-        # an author's `__init_subclass__` is not to hear of it: it belongs in no registry, and has no keywords
-        heard = hasattr(cls.__init_subclass__, "__func__")
-        _swapped_classes[key] = made = kind(cls.__name__, (nn.Module if heard else cls,), body)
-        made.__bases__ = (cls,)
-    return _swapped_classes[key]
+    body: dict[str, Any] = {local: _property(local) for local in params}
+    body |= {"_dpexp_native": cls, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    body["__reduce_ex__"] = _reduce
+    if with_forward:
+        body["forward"] = _forward
+    if not hasattr(cls, "__deepcopy__"):
+        body["__deepcopy__"] = _deepcopy
+    kind: Any = type(cls)
+    # an author's `__init_subclass__` is not to hear of it: it belongs in no registry, and has no keywords
+    heard = hasattr(cls.__init_subclass__, "__func__")
+    made = kind(cls.__name__, (nn.Module if heard else cls,), body)
+    made.__bases__ = (cls,)
+    return made
 
 
 def _property(local: str) -> property:

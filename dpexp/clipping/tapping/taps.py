@@ -8,6 +8,7 @@ gradient to whoever visits the graph (`Visit`). Nothing is stored on parameters 
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -225,8 +226,6 @@ class Recorder:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Recorder:
         """Record for a copied model alone; graphs in flight stay with the original."""
-        import copy
-
         memo[id(self)] = twin = Recorder(copy.deepcopy(self.params, memo), copy.deepcopy(self.roles, memo))
         twin.batch = self.batch
         return twin

@@ -44,6 +44,11 @@ class Call:
     others: Sequence[Tensor] = ()
     batched: Sequence[Tensor] = ()
 
+    @property
+    def first(self) -> Any:
+        """The first argument, also where it is given by its name."""
+        return self.args[0] if self.args else self.kwargs.get("input")
+
 
 def operation_key(func: Any, values: Sequence[Any]) -> str:
     """Name an operation by its function and what made its values."""
