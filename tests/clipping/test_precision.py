@@ -12,7 +12,18 @@ from torch import Tensor, nn
 
 from dpexp.clipping import attach
 from dpexp.clipping.engines import ENGINES
-from dpexp.clipping.gradients import Conv, Dense, Geometry, Grouped, Lookup, Outer, Pulled, Tied, merge, numerics
+from dpexp.clipping.gradients import (
+    Conv,
+    Dense,
+    Geometry,
+    Grouped,
+    Lookup,
+    Outer,
+    Pulled,
+    Tied,
+    merge,
+    numerics,
+)
 from dpexp.clipping.gradients.memory import Scratch
 from dpexp.clipping.gradients.rounding import IN_COMPANY
 from dpexp.clipping.tapping.roots import Roots
