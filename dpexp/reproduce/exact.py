@@ -119,14 +119,11 @@ def _beside(measured: Sequence[Measurement]) -> Rows:
 
 # --- He et al., section 4: the model of `dpexp.complexity.pipeline` at its size, and what they claim in words ---
 
-EPOCHS, SAMSUM = 5, 14_732
-DEVICES = (16, 64, 256, 512)
-
 
 def communication_he() -> Document:
     """Section 4 of He et al.: per-device clipping beside flat clipping in its four ways, for each number of devices."""
-    a, lines, claims = Assumptions(), [], listed("pages")["communication-he"]["say"]
-    for devices in DEVICES:
+    a, lines, said = Assumptions(), [], listed("pages")["communication-he"]
+    for devices in said["devices"]:
         base = cost("per device", devices, a).seconds
         for way in WAYS:
             one = cost(way, devices, a)
@@ -134,12 +131,13 @@ def communication_he() -> Document:
                 "clipping": way, "devices": devices, "MB to a neighbour": f"{one.between / 1e6:.0f}",
                 "KB of norms": f"{one.norms / 1e3:.2f}", "GB to the host and back": f"{one.host / 1e9:.1f}",
                 "MB of sums to replicas": f"{one.sums / 1e6:.0f}", "waits": one.waits, "step, s": f"{one.seconds:.1f}",
-                "step / per device": f"{one.seconds / base:.3f}", "He et al. say": claims[way],
+                "step / per device": f"{one.seconds / base:.3f}", "He et al. say": said["say"][way],
             })  # fmt: skip
-    steps = round(EPOCHS * SAMSUM / a.batch)
+    epochs, examples = said["epochs"], said["examples"]
+    steps = round(epochs * examples / a.batch)
     return page(
         "communication-he", [Section(rows=as_rows(lines))], a=a, billions=a.parameters / 1e9, tflops=a.flops / 1e12,
-        between=a.between / 1e9, to_host=a.to_host / 1e9, latency=a.latency * 1e6, epochs=EPOCHS, examples=SAMSUM, steps=steps,
+        between=a.between / 1e9, to_host=a.to_host / 1e9, latency=a.latency * 1e6, epochs=epochs, examples=examples, steps=steps,
         hours=steps * cost("per device", a.stages, a).seconds / 3600,
         full=2 * a.batch * a.parameters / a.stages * a.gradient / 1e12,
     )  # fmt: skip
