@@ -178,9 +178,9 @@ def individual_monir() -> Document:
     for kind, letter in (("sampling", "q"), ("scaling", "C")):
         values, sigma = _printed(kind)
         for group, (value, budget) in enumerate(zip(values, budgets(), strict=True)):
-            name, note = f"{kind}, group {group + 1}", f"{letter} = {value}, σ = {sigma}"
-            spent = individual_epsilon(kind, group, MNIST_STEPS)
-            rows.append(_number_row(name, "ε at the end", budget, note, spent))
+            note = f"{letter} = {value}, σ = {sigma}"
+            printed = (f"{kind}, group {group + 1}", "ε at the end", budget, note)
+            rows.append(_number_row(printed, individual_epsilon(kind, group, MNIST_STEPS)))
     return _compared("individual-monir", rows, steps=MNIST_STEPS)
 
 
@@ -196,7 +196,7 @@ def _compared(name: str, rows: Rows, *more: Section, **values: Any) -> Document:
 def _numbers(name: str, ours: Sequence[float], *more: Section, **values: Any) -> Document:
     """A page of the rows that ``pages.yaml`` has for it, each beside one of our numbers."""
     texts = (tuple(text.format(**values) for text in row) for row in listed("pages")[name]["rows"])
-    rows = [_number_row(*text, value) for text, value in zip(texts, ours, strict=True)]
+    rows = [_number_row(text, value) for text, value in zip(texts, ours, strict=True)]
     return _compared(name, rows, *more)
 
 
@@ -210,8 +210,9 @@ def _row(cell: Cell, ours: str, note: str = "") -> dict[str, str]:
     return dict(zip(_COMPARED, texts, strict=True))
 
 
-def _number_row(row: str, column: str, paper: str, note: str, ours: float) -> dict[str, str]:
+def _number_row(printed: tuple[str, ...], ours: float) -> dict[str, str]:
     """Agrees where ours, rounded as in print, is what is printed; ours is shown with two digits more."""
+    row, column, paper, note = printed
     digits = len(paper.partition(".")[2])
     shown = f"{ours:g}" if float(ours).is_integer() else f"{ours:.{digits + 2}f}"
     texts = (row, column, paper, shown, _yes(f"{ours:.{digits}f}" == paper), note)
