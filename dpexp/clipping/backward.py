@@ -375,6 +375,8 @@ class Step:
 
 def _joined(chunks: list[Bounded]) -> Bounded:
     """The factors of chunks of examples as one."""
+    if len(chunks) == 1:
+        return chunks[0]
     factors = torch.cat([factors for factors, _ in chunks])
     if all(keep is None for _, keep in chunks):
         return factors, None
