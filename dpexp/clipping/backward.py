@@ -300,7 +300,7 @@ class Step:
             if isinstance(gradient, Joined):
                 for each, total in gradient.weighted_sums(factors):
                     self._add(each, total)
-            elif isinstance(gradient, Lookup | Tied) and name not in self.sums:
+            elif isinstance(gradient, Lookup | Tied):
                 self.sums[name] = LateSum(gradient, factors)
             else:
                 self._add(name, gradient.weighted_sum(factors))
@@ -333,12 +333,9 @@ class Step:
         self._add(name, gradient.finite(keep).weighted_sum(factors))
 
     def _add(self, name: str, value: Tensor) -> None:
-        held = self.sums.get(name)
-        dtype = gradient_dtype(self.params[name])
-        if isinstance(held, LateSum):
-            held = held.tensor(dtype)
-        value = value.to(dtype)
-        self.sums[name] = value if held is None else held.add_(value)
+        # all uses of a parameter are summed at once
+        assert name not in self.sums
+        self.sums[name] = value.to(gradient_dtype(self.params[name]))
 
     # -- the loop over examples ---------------------------------------------------------------------------------------
 
@@ -378,6 +375,8 @@ class Step:
 
 def _joined(chunks: list[Bounded]) -> Bounded:
     """The factors of chunks of examples as one."""
+    if len(chunks) == 1:
+        return chunks[0]
     factors = torch.cat([factors for factors, _ in chunks])
     if all(keep is None for _, keep in chunks):
         return factors, None

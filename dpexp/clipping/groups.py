@@ -125,8 +125,9 @@ def _from_mapping(
             raise UserError(f"{where} is a string; give a list of parameter names")
         for name in names:
             if not isinstance(name, str):
-                kind = type(name).__name__
-                raise UserError(f"{where} holds a {kind}: give names, as model.named_parameters() has them")
+                raise UserError(
+                    f"{where} holds a {type(name).__name__}: give names, as model.named_parameters() has them"
+                )
             if name not in by_any_name:
                 hint = did_you_mean(name, list(by_any_name))
                 raise UserError(f"{where} names {name!r}, which is no parameter of the model{hint}")

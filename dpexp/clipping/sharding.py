@@ -201,8 +201,7 @@ class Shards:
 
     def _most(self, numbers: list[int]) -> list[int]:
         """Return the largest of each number on any rank."""
-        device = "cpu" if self.mesh.device_type == "cpu" else self.mesh.device_type
-        said = torch.tensor(numbers, dtype=torch.int32, device=device)
+        said = torch.tensor(numbers, dtype=torch.int32, device=self.mesh.device_type)
         with said_who_is_gone():
             for dim in range(self.mesh.ndim):
                 dist.all_reduce(said, dist.ReduceOp.MAX, group=self.mesh.get_group(dim))

@@ -154,7 +154,7 @@ def accounting_li() -> Document:
         for (target, printed), tried in product(_printed(row["table"], row["of"]).items(), row["tried"]):
             run = Run(**{name: tried[name] for name in Run._fields if name in tried})
             plan, ours = reproduce(run, target)
-            values = {}
+            values: dict[str, str] = {}
             for name, a, b in zip(("CLT", "composed"), printed, ours, strict=True):
                 values |= {f"printed {name}": f"{a:.2f}", f"our {name}": f"{b:.2f}"}
                 values[f"difference {name}"] = f"{b - a:+.3f}"

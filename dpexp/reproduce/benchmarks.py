@@ -16,17 +16,7 @@ from matplotlib.ticker import LogLocator
 from dpexp.benchmark.methods import ENGINE, LEAN
 from dpexp.benchmark.render import note
 from dpexp.reproduce import complexity_tables
-from dpexp.reproduce.documents import (
-    PART,
-    Document,
-    Rows,
-    Section,
-    Verdict,
-    as_rows,
-    grouped,
-    number,
-    page,
-)
+from dpexp.reproduce.documents import PART, Document, Rows, Section, Verdict, as_rows, grouped, number, page
 from dpexp.reproduce.drawing import COLOURS, draw
 from dpexp.reproduce.paper import Entry, listed, paper_table, selected, targets
 from dpexp.reproduce.records import believed, code_problems

@@ -119,14 +119,11 @@ def _beside(measured: Sequence[Measurement]) -> Rows:
 
 # --- He et al., section 4: the model of `dpexp.complexity.pipeline` at its size, and what they claim in words ---
 
-EPOCHS, SAMSUM = 5, 14_732
-DEVICES = (16, 64, 256, 512)
-
 
 def communication_he() -> Document:
     """Section 4 of He et al.: per-device clipping beside flat clipping in its four ways, for each number of devices."""
-    a, lines, claims = Assumptions(), [], listed("pages")["communication-he"]["say"]
-    for devices in DEVICES:
+    a, lines, said = Assumptions(), [], listed("pages")["communication-he"]
+    for devices in said["devices"]:
         base = cost("per device", devices, a).seconds
         for way in WAYS:
             one = cost(way, devices, a)
@@ -134,12 +131,13 @@ def communication_he() -> Document:
                 "clipping": way, "devices": devices, "MB to a neighbour": f"{one.between / 1e6:.0f}",
                 "KB of norms": f"{one.norms / 1e3:.2f}", "GB to the host and back": f"{one.host / 1e9:.1f}",
                 "MB of sums to replicas": f"{one.sums / 1e6:.0f}", "waits": one.waits, "step, s": f"{one.seconds:.1f}",
-                "step / per device": f"{one.seconds / base:.3f}", "He et al. say": claims[way],
+                "step / per device": f"{one.seconds / base:.3f}", "He et al. say": said["say"][way],
             })  # fmt: skip
-    steps = round(EPOCHS * SAMSUM / a.batch)
+    epochs, examples = said["epochs"], said["examples"]
+    steps = round(epochs * examples / a.batch)
     return page(
         "communication-he", [Section(rows=as_rows(lines))], a=a, billions=a.parameters / 1e9, tflops=a.flops / 1e12,
-        between=a.between / 1e9, to_host=a.to_host / 1e9, latency=a.latency * 1e6, epochs=EPOCHS, examples=SAMSUM, steps=steps,
+        between=a.between / 1e9, to_host=a.to_host / 1e9, latency=a.latency * 1e6, epochs=epochs, examples=examples, steps=steps,
         hours=steps * cost("per device", a.stages, a).seconds / 3600,
         full=2 * a.batch * a.parameters / a.stages * a.gradient / 1e12,
     )  # fmt: skip
@@ -180,9 +178,9 @@ def individual_monir() -> Document:
     for kind, letter in (("sampling", "q"), ("scaling", "C")):
         values, sigma = _printed(kind)
         for group, (value, budget) in enumerate(zip(values, budgets(), strict=True)):
-            name, note = f"{kind}, group {group + 1}", f"{letter} = {value}, σ = {sigma}"
-            spent = individual_epsilon(kind, group, MNIST_STEPS)
-            rows.append(_number_row(name, "ε at the end", budget, note, spent))
+            note = f"{letter} = {value}, σ = {sigma}"
+            printed = (f"{kind}, group {group + 1}", "ε at the end", budget, note)
+            rows.append(_number_row(printed, individual_epsilon(kind, group, MNIST_STEPS)))
     return _compared("individual-monir", rows, steps=MNIST_STEPS)
 
 
@@ -198,7 +196,7 @@ def _compared(name: str, rows: Rows, *more: Section, **values: Any) -> Document:
 def _numbers(name: str, ours: Sequence[float], *more: Section, **values: Any) -> Document:
     """A page of the rows that ``pages.yaml`` has for it, each beside one of our numbers."""
     texts = (tuple(text.format(**values) for text in row) for row in listed("pages")[name]["rows"])
-    rows = [_number_row(*text, value) for text, value in zip(texts, ours, strict=True)]
+    rows = [_number_row(text, value) for text, value in zip(texts, ours, strict=True)]
     return _compared(name, rows, *more)
 
 
@@ -212,8 +210,9 @@ def _row(cell: Cell, ours: str, note: str = "") -> dict[str, str]:
     return dict(zip(_COMPARED, texts, strict=True))
 
 
-def _number_row(row: str, column: str, paper: str, note: str, ours: float) -> dict[str, str]:
+def _number_row(printed: tuple[str, ...], ours: float) -> dict[str, str]:
     """Agrees where ours, rounded as in print, is what is printed; ours is shown with two digits more."""
+    row, column, paper, note = printed
     digits = len(paper.partition(".")[2])
     shown = f"{ours:g}" if float(ours).is_integer() else f"{ours:.{digits + 2}f}"
     texts = (row, column, paper, shown, _yes(f"{ours:.{digits}f}" == paper), note)

@@ -26,6 +26,7 @@ from dpexp.reproduce.documents import (
 )
 from dpexp.reproduce.drawing import draw, style
 from dpexp.reproduce.fillings import Filling, in_full, measured, method
+from dpexp.reproduce.paper import listed
 from dpexp.reproduce.records import Record
 from dpexp.reproduce.statistics import CANNOT_TELL
 
@@ -34,12 +35,6 @@ VERDICTS = ("claim", "verdict", "where", "ours", "evidence")
 MIXED = "mixed"
 # evidence that needs no run
 RECOMPUTED = "recomputed"
-# task in print -> title, and our task
-DRAWN = {
-    "sst2": ("SST-2", "sst2"),
-    "mnist": ("MNIST", "mnist"),
-    "cifar10": ("CIFAR-10 (ours: JPEG q75)", "cifar10_jpeg"),
-}
 # where ε = ∞ is drawn
 NO_LIMIT = 14.0
 # by this factor ways to clip stand beside each other
@@ -136,13 +131,11 @@ def _comparable(filling: Filling) -> tuple[str, ...]:
 def accuracy_against_epsilon(records: Sequence[Record]) -> str:
     """SVG: a panel for each task, at scale=small and with one ε for all examples; of one model the best configuration of each
     way to clip filled, with the spread of its seeds, and the papers' numbers open."""
+    ours = [r for r in records if r.matches({"scale": "small"}) and _metric(r) == "accuracy"]
     found = {
-        name: _of_one_model([
-            r for r in records
-            if r.matches({"task": task, "scale": "small"}) and _metric(r) == "accuracy"
-        ])
-        for name, (_, task) in DRAWN.items()
-    }  # fmt: skip
+        name: _of_one_model([record for record in ours if record.facts["task"] == task])
+        for name, (_, task) in listed("pages")["report"]["drawn"].items()
+    }
     panels = [(name, own) for name, own in found.items() if own]
     if not panels:
         return ""
@@ -162,7 +155,8 @@ def _panels(axes: Any, panels: Sequence[tuple[str, list[Record]]], clips: Sequen
             looks = style(place) | {"linestyle": "none", "markersize": 4, "capsize": 2}
             y, spread = (float(f"{value or 0:.2f}") for value in (filling.mean, filling.std))
             axis.errorbar(float(f"{x:.4g}"), y, yerr=spread, **looks)
-        axis.set_title(f"{DRAWN[name][0]}; {records[0].facts['model']}", fontsize=9)
+        title, _ = listed("pages")["report"]["drawn"][name]
+        axis.set_title(f"{title}; {records[0].facts['model']}", fontsize=9)
         axis.set_xlabel("ε spent")
         axis.set_xscale("log")
         axis.set_xticks([1, 3, 8, NO_LIMIT], ["1", "3", "8", "∞"])

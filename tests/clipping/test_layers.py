@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from dpexp.clipping import attach
 from dpexp.clipping.gradients import instantiated
+from dpexp.clipping.operations.norms import channel_gradients
 from dpexp.clipping.refusals import refusal
 from tests.clipping.naive import assert_exact, naive_per_example, per_examples_of
 
@@ -338,3 +339,10 @@ def test_formulas_load_without_optional_packages():
     code = "import sys, dpexp.clipping.operations; print([m for m in ('transformers', 'timm') if m in sys.modules])"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("shape", [(0, 6, 3), (4, 6, 0)])
+def test_rows_that_nobody_sends_through_a_norm_and_images_without_pixels_add_nothing(shape: tuple[int, ...]):
+    nothing = torch.zeros(shape)
+    found = channel_gradients(nothing, nothing, 2, 1e-5, 4, {"weight", "bias"})
+    assert all(torch.equal(gradient.instantiate(), torch.zeros(4, 6)) for gradient in found.values())

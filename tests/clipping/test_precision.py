@@ -12,7 +12,18 @@ from torch import Tensor, nn
 
 from dpexp.clipping import attach
 from dpexp.clipping.engines import ENGINES
-from dpexp.clipping.gradients import Conv, Dense, Geometry, Lookup, Outer, Pulled, Tied, merge, numerics
+from dpexp.clipping.gradients import (
+    Conv,
+    Dense,
+    Geometry,
+    Grouped,
+    Lookup,
+    Outer,
+    Pulled,
+    Tied,
+    merge,
+    numerics,
+)
 from dpexp.clipping.gradients.memory import Scratch
 from dpexp.clipping.gradients.rounding import IN_COMPANY
 from dpexp.clipping.tapping.roots import Roots
@@ -165,10 +176,11 @@ def per_examples(a: Tensor, g: Tensor) -> list:
         tied,
         centred,
         rows,
+        Grouped(a, g, torch.ones(examples, count, dtype=torch.int64), 2),
     ]
 
 
-@pytest.mark.parametrize("index", range(8))
+@pytest.mark.parametrize("index", range(9))
 @pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_a_norm_bounds_what_the_weighted_sum_adds(index: int, pattern: str, dtype: torch.dtype):

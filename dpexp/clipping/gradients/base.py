@@ -300,7 +300,7 @@ class PerExampleGradient(ABC):
             total = self._accumulate(rows, factors, total)
             found.append(norms)
         assert total is not None
-        return torch.cat(found), total
+        return found[0] if len(found) == 1 else torch.cat(found), total
 
     def instantiate(self, method: str = "instantiate") -> Tensor:
         """All per-example gradients, ``[B, *shape]``, by a method that instantiates."""
@@ -327,14 +327,17 @@ class PerExampleGradient(ABC):
 
     def _row_norms(self, method: str) -> Tensor:
         """Squared norms of instantiated gradients, without any bound."""
-        return torch.cat([numerics.squared_norms(rows) for rows, _ in self._chunks(method)])
+        norms = [numerics.squared_norms(rows) for rows, _ in self._chunks(method)]
+        return norms[0] if len(norms) == 1 else torch.cat(norms)
 
     def _in_chunks(
         self, found: Callable[[int, int], tuple[Tensor, Tensor]], bytes_per_example: int
     ) -> tuple[Tensor, Tensor]:
         """Two numbers for each example, ``[B]`` both, from what ``found(start, stop)`` gives for a few of them."""
         step = self.scratch.chunk(bytes_per_example, self.device)
-        starts = range(0, max(1, self.num_examples), step)
+        if step >= self.num_examples:
+            return found(0, self.num_examples)
+        starts = range(0, self.num_examples, step)
         first, second = zip(*[found(s, min(s + step, self.num_examples)) for s in starts], strict=True)
         return torch.cat(first), torch.cat(second)
 

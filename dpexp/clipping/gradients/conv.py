@@ -220,7 +220,7 @@ class Conv(PerExampleGradient):
 
     def _weighted_sum(self, factors: Tensor, out: Tensor | None) -> Tensor:
         x, gy = self.x, self.gy
-        factors = factors.repeat_interleave(self.rows)
+        factors = factors if self.rows == 1 else factors.repeat_interleave(self.rows)
         x, gy = numerics.scale_smaller(x, gy, factors)
         return numerics.add_to(out, self._weight_gradient(x.to(self.dtype), gy.to(self.dtype)))
 
@@ -233,9 +233,11 @@ class Conv(PerExampleGradient):
     def _by_group(self, t: Tensor) -> Tensor:
         """``[b * m, G * c, *spatial]`` -> ``[b * G, c, m * positions]``."""
         m, groups = self.rows, self.geometry.groups
-        # [b, m, G, c, positions]
-        t = t.flatten(2).unflatten(1, (groups, -1)).unflatten(0, (-1, m))
-        t = t.movedim(1, 3).flatten(3)
+        # [b * m, G, c, positions]
+        t = t.flatten(2).unflatten(1, (groups, -1))
+        if m > 1:
+            # [b, G, c, m * positions]
+            t = t.unflatten(0, (-1, m)).movedim(1, 3).flatten(3)
         return t.reshape(-1, *t.shape[2:])
 
     def _positions(self, start: int, stop: int) -> Tensor:

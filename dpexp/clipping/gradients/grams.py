@@ -31,27 +31,33 @@ def gram_norms(a: Tensor, g: Tensor, scratch: Scratch) -> tuple[Tensor, Tensor]:
     Returns:
         both ``[N]``, float32 or float64.
     """
-    positions = a.shape[1]
+    examples, positions = a.shape[:2]
     size = numerics.wide(a.dtype).itemsize
     blocks = 1 if positions < HALVES_FROM else max(2, positions // BLOCK)
     while 2 * -(-positions // blocks) * positions * size > scratch.cap_bytes and blocks < positions:
         blocks *= 2
     height = max(1, -(-positions // blocks))
     step = scratch.chunk(2 * height * positions * size, a.device)
+    if step >= examples:
+        return _block_norms(a, g, height)
     parts = [_block_norms(x, y, height) for x, y in zip(a.split(step), g.split(step), strict=True)]
     norms, magnitudes = zip(*parts, strict=True)
     return torch.cat(norms), torch.cat(magnitudes)
 
 
 def _block_norms(a: Tensor, g: Tensor, height: int) -> tuple[Tensor, Tensor]:
-    positions = a.shape[1]
-    norms, magnitudes = torch.zeros(2, a.shape[0], dtype=numerics.wide(a.dtype), device=a.device)
-    for start in range(0, positions, height):
+    found, positions = [], a.shape[1]
+    for start in range(0, max(1, positions), height):
         # the rows of a block, and what stands right of its diagonal
-        both, other = (numerics.product(x[:, start : start + height], x[:, start:].mT) for x in (a, g))
+        parts = [
+            (x[:, start : start + height], x[:, start:]) if height < positions else (x, x) for x in (a, g)
+        ]
+        both, other = (numerics.product(rows, right.mT) for rows, right in parts)
         both.mul_(other)
-        norms += _unfolded(both)
-        magnitudes += _unfolded(both.abs_())
+        found.append((_unfolded(both), _unfolded(both.abs_())))
+    norms, magnitudes = found[0]
+    for more, and_more in found[1:]:
+        norms, magnitudes = norms + more, magnitudes + and_more
     # rounding may leave a tiny negative number where gradients cancel
     return norms.clamp_(min=0), magnitudes
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import reduce
+from typing import Any
 
 from dpexp.clipping.gradients.base import PerExampleGradient
 from dpexp.clipping.gradients.dense import Dense
@@ -34,7 +35,7 @@ def merge(first: PerExampleGradient, second: PerExampleGradient) -> PerExampleGr
     if len(outers) + len(lookups) < len(parts) or len({part.padding_idx for part in lookups}) > 1:
         lengths = first.magnitudes().sqrt() + second.magnitudes().sqrt()
         return Dense(first.instantiate() + second.instantiate(), lengths.square())
-    joined = [reduce(lambda one, other: one.joined(other), own) for own in (outers, lookups) if own]
+    joined: list[Any] = [reduce(lambda a, b: a.joined(b), own) for own in (outers, lookups) if own]
     return Tied(*joined) if len(joined) > 1 else joined[0]
 
 

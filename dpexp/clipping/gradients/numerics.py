@@ -201,6 +201,8 @@ def by_example(x: Tensor, num_examples: int, features: int) -> Tensor:
         num_examples: B; may be 0.
         features: how many trailing dimensions are features and stay.
     """
+    if x.dim() == features + 2 and x.shape[0] == num_examples:
+        return x
     kept = x.shape[x.dim() - features :]
     rows = x.shape[0] // num_examples if num_examples else 1
     positions = rows * math.prod(x.shape[1 : x.dim() - features])
@@ -209,6 +211,8 @@ def by_example(x: Tensor, num_examples: int, features: int) -> Tensor:
 
 def combine(rows: Tensor, factors: Tensor) -> Tensor:
     """``sum_i factors[i] * rows[i]``; ``rows`` is contiguous, ``[B, *shape]``."""
+    if rows.dim() == 2:
+        return torch.mv(rows.t(), factors.to(rows.dtype))
     matrix = rows.view(rows.shape[0], math.prod(rows.shape[1:]))
     return torch.mv(matrix.t(), factors.to(rows.dtype)).view(rows.shape[1:])
 
