@@ -340,7 +340,7 @@ class Learner:
             with held_whole(self.model) if self.sharded else nullcontext():
                 size = automatic_size(
                     public_losses(self.task, self.run.seed, self.losses),
-                    stepper.backward, list(self.model.parameters()), self.device, self.expected_batch,
+                    stepper.backward, stepper.parameters, self.device, self.expected_batch,
                 )  # fmt: skip
             known = min(self.ranks.gather(size))
             self.decisions.keep("physical_batch_size", known)
