@@ -85,7 +85,11 @@ def held_whole(model: nn.Module) -> Iterator[None]:
     from torch.distributed.fsdp import FSDPModule
 
     modules: list[Any] = [m for m in model.modules() if isinstance(m, FSDPModule)]
-    groups = [g for module in modules for g in module._get_fsdp_state()._fsdp_param_groups]
+    states = [module._get_fsdp_state() for module in modules]
+    for state in states:
+        # else the first forward does it, and changes what is put back at the end
+        state._lazy_init()
+    groups = [group for state in states for group in state._fsdp_param_groups]
     before = [group.post_forward_mesh_info for group in groups]
     try:
         for group in groups:

@@ -1,6 +1,7 @@
 """A configured run's model, and how it takes one step: what `dpexp.training.loop` repeats until the end."""
 
 import logging
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ from dpexp.models.precision import autocast
 from dpexp.models.trainable import evaluation_mode, train_mode
 from dpexp.parallel import ALONE, Ranks
 from dpexp.parallel.replicas import made_same
-from dpexp.parallel.sharded import filled, shard, skeleton_of
+from dpexp.parallel.sharded import filled, held_whole, shard, skeleton_of
 from dpexp.privacy.keys import LEDGER, Keys
 from dpexp.privacy.ledger import Ledger
 from dpexp.training.clippers import build_clipper
@@ -328,17 +329,19 @@ class Learner:
         asked = str(self.run.runtime.physical_batch_size)
         if asked != "auto":
             return int(asked)
-        if self.sharded:
+        if self.sharded and self.device.type == "cuda":
+            # a size is tried by going back, which takes all ranks at once
             return UNTRIED
         if (known := self.decisions.get("physical_batch_size")) is None:
             stepper = self.stepper
             if self.clipper is not None:
                 # some ways of clipping go back within a step alone; each step prepares anew, with a seed of its own
                 self.clipper.prepare(0, self._public_rows)
-            size = automatic_size(
-                public_losses(self.task, self.run.seed, self.losses),
-                stepper.backward, stepper.parameters, self.device, self.expected_batch,
-            )  # fmt: skip
+            with held_whole(self.model) if self.sharded else nullcontext():
+                size = automatic_size(
+                    public_losses(self.task, self.run.seed, self.losses),
+                    stepper.backward, stepper.parameters, self.device, self.expected_batch,
+                )  # fmt: skip
             known = min(self.ranks.gather(size))
             self.decisions.keep("physical_batch_size", known)
         return int(known)

@@ -60,12 +60,12 @@ def automatic_size(
 
     On a GPU: double until the memory is gone, then leave one step back as a reserve for longer examples. On a
     CPU, where memory is shared and a larger batch is not faster beyond some size: count the bytes that autograd keeps
-    for two examples, and take the size at which they reach `CPU_ACTIVATION_BYTES` or an eighth of the machine's memory.
+    for two more examples, and take the size at which they reach `CPU_ACTIVATION_BYTES` or an eighth of the machine's memory.
 
     Args:
         forward: number of examples -> losses `[n]`, on batches as long as training will meet; None: `UNTRIED` is the answer.
         backward: what training does with the losses. Gradients are dropped afterwards.
-        parameters: their memory is not counted as activations, and their gradients are dropped.
+        parameters: their gradients are dropped.
         device: where the model is.
         expected_batch: there is no use in a physical batch far above the logical one.
 
@@ -81,7 +81,7 @@ def automatic_size(
     try:
         if device.type == "cuda":
             return _largest_on_gpu(forward, backward, parameters, ceiling)
-        return _estimate_on_cpu(forward, parameters, ceiling)
+        return _estimate_on_cpu(forward, ceiling)
     finally:
         for parameter in parameters:
             parameter.grad = None
@@ -115,24 +115,26 @@ def _largest_on_gpu(
         size *= 2
 
 
-def _estimate_on_cpu(
-    forward: Callable[[int], Tensor], parameters: Sequence[nn.Parameter], ceiling: int
-) -> int:
-    weights = {parameter.untyped_storage().data_ptr() for parameter in parameters}
-    kept: dict[int, int] = {}
-
-    def count(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
-            kept[storage.data_ptr()] = storage.nbytes()
-        # with its history, a node that saves its own output would keep itself alive
-        return tensor.detach()
-
-    with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
-        losses = forward(2)
-    per_example = max(1, sum(kept.values()) // 2)
-    del losses
+def _estimate_on_cpu(forward: Callable[[int], Tensor], ceiling: int) -> int:
+    # weights, frozen or not, and their copies of 16 bits are kept for any number of examples
+    per_example = max(1, (_kept(forward, 4) - _kept(forward, 2)) // 2)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     budget = min(CPU_ACTIVATION_BYTES, memory // 8)
     fits = max(1, budget // per_example)
     return min(ceiling, 1 << (int(fits).bit_length() - 1))
+
+
+def _kept(forward: Callable[[int], Tensor], examples: int) -> int:
+    """Bytes that autograd keeps for so many examples."""
+    kept: dict[int, int] = {}
+
+    def count(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes()
+        # with its history, a node that saves its own output would keep itself alive
+        return tensor.detach()
+
+    with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+        losses = forward(examples)
+    del losses
+    return sum(kept.values())

@@ -28,7 +28,9 @@ def cases(word: str = "") -> list[Case]:
 
 def exists(case: Case) -> bool:
     """Has the model parts of its own for two devices? A perceptron has no blocks, and GPT-2's ends are one weight that trains."""
-    return case.clip != "device" or case.model in ("vit", "llama") or (case.model, case.peft) == ("gpt2", "lora")
+    return (
+        case.clip != "device" or case.model in ("vit", "llama") or (case.model, case.peft) == ("gpt2", "lora")
+    )
 
 
 def together(ranks: Ranks, folder: Path, chosen: list[Case], sharded: bool):

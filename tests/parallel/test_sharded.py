@@ -27,7 +27,7 @@ from tests.parallel.cases import EXAMPLES, MODELS, Case, check_same, dataset, lo
 from tests.parallel.pool import run_ranks
 from tests.pipeline.models import batch_of, language_model
 from tests.training.test_own_losses import Balanced
-from tests.training.tiny import make_trainer, tiny_run
+from tests.training.tiny import make_trainer, tiny_run, train
 from tests.versions import needs_torch
 
 pytestmark = needs_torch(2, 15)
@@ -288,6 +288,20 @@ def test_a_sharded_run_in_a_folder_of_each_machine_is_refused_before_the_first_s
     assert run_ranks(2, tmp_path, each_to_its_own_disk, tmp_path / "whole", None) == [1, 1]
 
 
+def sized(ranks: Ranks, folder: Path) -> int:
+    run = tiny_run(steps=2)
+    run.runtime.physical_batch_size, run.runtime.parallel = "auto", "fsdp"
+    trainer = make_trainer(folder, run, model=made(Case("mlp")), ranks=ranks)
+    train(trainer)
+    return trainer.physical_batch_size
+
+
+def test_on_a_cpu_as_many_examples_at_once_are_found_with_shards_too(tmp_path: Path):
+    """It was 16, whatever the memory."""
+    assert sized(ALONE, tmp_path / "alone") == 32  # no use in more than the logical batch
+    assert run_ranks(2, tmp_path, sized, tmp_path / "together") == [32, 32]
+
+
 def draws_more(ranks: Ranks, folder: Path) -> str:
     """Rank 1 draws all examples, and so has more pieces than rank 0."""
     if not ranks.writes:
@@ -325,6 +339,21 @@ def written(ranks: Ranks, wrap=None) -> list[Written]:
     with sharing(ranks), held, torch.no_grad(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.distributed, "all_reduce", refuse)
         return decode(model, torch.device("cpu"), Letters(), contexts, settings, rows=2)
+
+
+def lost_behind_an_evaluation(ranks: Ranks) -> list[float]:
+    """Losses whose head is called outside the model, by a model that was held whole before its first pass."""
+    model, batch = language_model("gpt2", lora=True), batch_of(4)
+    if ranks.several:
+        with held_whole(shard(model)), torch.no_grad():
+            example_losses(model, batch)
+    return example_losses(model, batch).tolist()
+
+
+def test_a_model_may_be_held_whole_before_its_first_pass(tmp_path: Path):
+    """Its outermost part was then cut again behind each forward, and the head found a shard."""
+    alone = lost_behind_an_evaluation(ALONE)
+    assert run_ranks(2, tmp_path, lost_behind_an_evaluation) == [pytest.approx(alone, rel=1e-5)] * 2
 
 
 def test_a_sharded_model_writes_what_one_process_writes(tmp_path: Path):

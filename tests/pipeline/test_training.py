@@ -209,19 +209,35 @@ def test_processes_tell_each_other_tensors_of_the_cpu() -> None:
     assert {type(tensor) for tensor in tensors} == {Tensor}
 
 
-def in_replicas(ranks: Ranks, folder: Path) -> dict:
-    return trained(ranks, folder, [*CASES["adaptive"], *STAGED, "runtime.stages=2"])
+DEEP = "model.config={n_embd: 16, n_layer: 4, n_head: 2, n_positions: 256}"
+ON_FOUR = {
+    "two replicas of two stages": ["runtime.stages=2"],
+    "four stages": [DEEP, "clip.devices=4", "runtime.stages=4"],
+    "four stages and a threshold for each layer": [DEEP, "clip=adaptive_perlayer", "runtime.stages=4"],
+}
+
+
+def on_four(ranks: Ranks, folder: Path) -> list[dict]:
+    return [
+        trained(ranks, folder / name, [*CASES["adaptive"], *more, *STAGED]) for name, more in ON_FOUR.items()
+    ]
 
 
 @pytest.mark.skipif(not os.environ.get("DPEXP_ALL_RANKS"), reason="four processes: make test-ranks")
-def test_two_replicas_of_two_stages_end_as_one_process_ends(tmp_path: Path) -> None:
+def test_runs_on_four_processes_end_as_one_process_ends(tmp_path: Path) -> None:
     (tmp_path / "ranks").mkdir()
-    found = run_ranks(4, tmp_path / "ranks", in_replicas, tmp_path / "together")[0]
-    alone = trained(ALONE, tmp_path / "alone", CASES["adaptive"])
-    assert found["privacy"]["epsilon"] == alone["privacy"]["epsilon"]
-    assert found["details"]["pipeline"]["replicas"] == 2
-    for metric, value in alone["metrics"].items():
-        assert found["metrics"][metric] == pytest.approx(value, rel=1e-5), metric
+    together = run_ranks(4, tmp_path / "ranks", on_four, tmp_path / "together")[0]
+    for (name, more), found in zip(ON_FOUR.items(), together, strict=True):
+        alone = trained(ALONE, tmp_path / name, [*CASES["adaptive"], *more[:-1]])
+        assert found["privacy"]["epsilon"] == alone["privacy"]["epsilon"], name
+        assert found["details"]["pipeline"]["replicas"] == (2 if "replicas" in name else 1)
+        for metric, value in alone["metrics"].items():
+            assert found["metrics"][metric] == pytest.approx(value, rel=1e-5), (name, metric)
+        expected = weights(alone)
+        for key, tensor in weights(found).items():
+            torch.testing.assert_close(
+                tensor, expected[key], rtol=1e-4, atol=1e-6, msg=lambda said, name=name: f"{name}: {said}"
+            )
 
 
 TASK = [

@@ -31,6 +31,16 @@ def test_on_a_cpu_the_size_follows_the_activations(monkeypatch):
     assert all(parameter.grad is None for parameter in parameters)
 
 
+def test_frozen_weights_are_no_activations(tmp_path, monkeypatch):
+    """A large frozen network, as LoRA and heads have, left room for one example."""
+    monkeypatch.setattr(physical, "CPU_ACTIVATION_BYTES", 1 << 20)
+    model = nn.Sequential(nn.Linear(10, 1000), nn.Linear(1000, 1000), nn.Linear(1000, 3))
+    model[1].requires_grad_(False)
+    run = tiny_run(steps=1)
+    run.runtime.physical_batch_size = "auto"
+    assert make_trainer(tmp_path, run, model=model).physical_batch_size == 32
+
+
 def test_the_trial_on_a_cpu_lets_its_graph_go():
     """Tanh saves its own output: given back to autograd as it is, it would keep its graph alive for good."""
     layer, outputs = nn.Linear(4, 4), []
@@ -41,7 +51,7 @@ def test_the_trial_on_a_cpu_lets_its_graph_go():
         return output.sum(1)
 
     automatic_size(forward, None, list(layer.parameters()), CPU, 8)
-    assert [output() for output in outputs] == [None]
+    assert [output() for output in outputs] == [None, None]
 
 
 @pytest.mark.parametrize(("fits", "expected"), [(1, 1), (10, 4), (64, 32), (100_000, 256)])
