@@ -349,8 +349,9 @@ def apart(
 
 
 def _apart(plain: Signature, weighted: Signature, dtype: torch.dtype, levels: Sequence[float]) -> bool:
+    scale = plain[1] + weighted[1]
     follows = torch.stack([rows for _, rows in _by_level(plain, weighted, _tolerance(dtype), levels)]).any(0)
-    return bool((follows | ~(plain[1] + weighted[1]).isfinite()).all())
+    return bool((follows | ~_telling(scale, scale.isfinite(), dtype)).all())
 
 
 def _compared(plain: Signature, weighted: Signature, by_row: Tensor) -> tuple[Tensor, Tensor, Tensor]:
