@@ -248,6 +248,20 @@ def test_several_forwards_before_their_backwards_and_forwards_that_are_dropped()
         clipper.detach()
 
 
+def test_forwards_of_one_example_each_that_wait_together_are_looked_at() -> None:
+    """As the microbatches of a pipeline; a model whose own forward nobody calls is another matter."""
+    model, x = mlp(), torch.randn(3, D, dtype=torch.float64)
+    clipper = attach(model)
+    for _ in range(4):
+        for losses in [losses_of(model, one) for one in x.split(1)]:
+            clipper.backward(losses)
+    assert not clipper.notes
+    clipper.detach()
+    clipper = attach(model)
+    clipper.backward(model[2](model[1](model[0](x))).square().sum(1))
+    assert "own forward was not called" in clipper.notes[0]
+
+
 def test_parts_that_run_alone_and_are_dropped_leave_nothing_behind() -> None:
     model, x = mlp(), torch.randn(4, D, dtype=torch.float64)
     clipper = attach(model)
