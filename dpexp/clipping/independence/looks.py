@@ -94,6 +94,8 @@ class Independence:
     owed: bool = False
     looking: bool = False
     waiting: deque[Replay] = field(default_factory=deque)
+    # forwards to look at whose own backward pass has not come yet, those that another one has looked at among them
+    begun: int = 0
     running: Replay | None = None
     # the last forward without gradients since the last backward pass
     passed: Earlier | None = None
@@ -109,7 +111,9 @@ class Independence:
         """Look at a copied model alone; forwards that wait for their backward stay with the original."""
         memo[id(self)] = twin = object.__new__(type(self))
         vars(twin).update(
-            copy.deepcopy({**vars(self), "waiting": deque(), "running": None, "passed": None}, memo)
+            copy.deepcopy(
+                {**vars(self), "waiting": deque(), "begun": 0, "running": None, "passed": None}, memo
+            )
         )
         return twin
 
@@ -149,6 +153,7 @@ class Independence:
         if self.running is not None:
             if self.passed is not None and self.passed.rows == rows:
                 self.running.earlier = self.passed
+            self.begun += 1
             self._keep(self.running)
 
     def pass_by(self, args: tuple, kwargs: dict, rows: int) -> None:
@@ -228,7 +233,8 @@ class Independence:
             return
         self.backwards += 1
         # several forwards wait for their backward, as in a pipeline: the next one is looked at
-        self.owed = due and self._known and not replays
+        self.owed = due and not replays and (self._known or self.begun > 0)
+        self.begun = max(0, self.begun - 1)
         if not due or self.owed:
             return
         # what the last step left free is in pieces that a look does not fit into

@@ -353,8 +353,9 @@ def apart(
     back-propagation, and of weighted ones."""
 
     def follow(plain: Signature, weighted: Signature) -> bool:
+        scale = plain[1] + weighted[1]
         fits = _fits(plain, weighted, _tolerance(dtype), levels).any(1, keepdim=True)
-        return bool((fits | ~(plain[1] + weighted[1]).isfinite()).all())
+        return bool((fits | ~_telling(scale, scale.isfinite(), dtype)).all())
 
     return not seen[0] or any(all(follow(seen[0][view], rows[view]) for rows in seen[1:]) for view in seen[0])
 
