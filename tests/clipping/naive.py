@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -130,3 +131,16 @@ def assert_exact(per_example: PerExampleGradient, grads: Tensor, rtol: float = 1
         close(masked.sq_norms(method), norms * keep, **norm_tolerance)
     assert per_example.nbytes >= 0
     hash(per_example.signature())
+
+
+def weighted_passes(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Return a list to which each back-propagation of a clipper adds whether its losses are weighted."""
+    asked: list[bool] = []
+    back_propagate = Visit.back_propagate
+
+    def counted(*args: object, **named: object) -> object:
+        asked.append(named.get("weights") is not None)
+        return back_propagate(*args, **named)
+
+    monkeypatch.setattr(Visit, "back_propagate", counted)
+    return asked

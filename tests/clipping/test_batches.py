@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from dpexp.clipping import attach
 from dpexp.clipping.loop import LOOPED
-from dpexp.clipping.tapping.taps import Visit
 from dpexp.errors import UserError
+from tests.clipping.naive import weighted_passes
 from tests.clipping.test_unusual_inputs import Batch, Own, linears
 from tests.clipping.test_unusual_models import rows, square
 from tests.clipping.test_users_code import ENGINES, D, exact_in_company
@@ -449,16 +449,8 @@ def test_later_graphs_go_back_once_more_than_the_engine_itself_and_losses_that_a
 ) -> None:
     torch.manual_seed(0)
     model = Graphs(lambda h: h).double()
-    clipper, asked = attach(model), []
+    clipper, asked = attach(model), weighted_passes(monkeypatch)
     clipper.may_begin_again()
-    back_propagate = Visit.back_propagate
-    monkeypatch.setattr(
-        Visit,
-        "back_propagate",
-        lambda *args, **named: (
-            asked.append(named.get("weights") is not None) or back_propagate(*args, **named)
-        ),
-    )
     for batch in GRAPHS[:4]:
         asked.clear()
         clipper.backward(of_nodes(model, batch))
@@ -833,13 +825,7 @@ def test_examples_that_come_alone_are_not_proven_again_and_again() -> None:
 @pytest.mark.parametrize("first", [True, False])
 def test_what_is_proven_of_time_first_is_proven_once(monkeypatch: pytest.MonkeyPatch, first: bool) -> None:
     """Also where nothing that has entered has the batch in front, and behind a layer that turns it."""
-    back_propagate, visits = Visit.back_propagate, []
-
-    def counted(self: Visit, *args: Any, **kwargs: Any) -> Any:
-        visits.append(self)
-        return back_propagate(self, *args, **kwargs)
-
-    monkeypatch.setattr(Visit, "back_propagate", counted)
+    visits = weighted_passes(monkeypatch)
 
     def forward(self: Any, x: Tensor) -> Tensor:
         return self.out(self.rnn(torch.tanh(self.first(x)))[0]).mean(1 if first else 0)

@@ -18,9 +18,8 @@ from dpexp.clipping.attach import Clipper
 from dpexp.clipping.gradients import Grouped, merge
 from dpexp.clipping.loop import LOOPED
 from dpexp.clipping.survey.layouts import Owned
-from dpexp.clipping.tapping.taps import Visit
 from dpexp.errors import UserError
-from tests.clipping.naive import assert_exact
+from tests.clipping.naive import assert_exact, weighted_passes
 from tests.clipping.test_gradients import indices, naive_outer, normal
 from tests.versions import INSTALLED
 
@@ -200,16 +199,8 @@ def test_a_later_step_goes_back_once_more_than_the_engine_itself(
 ) -> None:
     torch.manual_seed(0)
     model = Mixture()
-    clipper, asked = attach(model, engine=engine), []
+    clipper, asked = attach(model, engine=engine), weighted_passes(monkeypatch)
     clipper.may_begin_again()
-    back_propagate = Visit.back_propagate
-    monkeypatch.setattr(
-        Visit,
-        "back_propagate",
-        lambda *args, **named: (
-            asked.append(named.get("weights") is not None) or back_propagate(*args, **named)
-        ),
-    )
     for number in range(4):
         asked.clear()
         step(clipper, model, losses(model, ids(12, seed=number)))
