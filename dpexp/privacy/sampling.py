@@ -48,7 +48,7 @@ class PoissonSampler:
 def _coins(rng: np.random.Generator, number: int, rate: float) -> NDArray[np.int64]:
     """Throw a coin for each of ``number`` examples, and return the places of those that are in.
 
-    Not their number first: numpy's binomial is an approximation (in its source, signs of Stirling's series are wrong), under which
+    Not their number first: numpy's binomial is an approximation (signs of its Stirling series are wrong), under which
     whether one example is in would depend on how many others are."""
     if rate > 0.25:
         return np.flatnonzero(rng.random(number) < rate)
