@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 from dp_accounting import DpEvent
 
 from dpexp.durable import read_yaml
+from dpexp.privacy.accountants import epsilon
 from dpexp.privacy.caveats import MEANINGLESS, caveats
-from dpexp.privacy.events import decode, encode
+from dpexp.privacy.events import composed, decode, encode
 from dpexp.privacy.keys import COPIED
 from dpexp.privacy.noise import describe
 from dpexp.privacy.plan_checks import UNITS
@@ -41,6 +42,7 @@ def privacy_block(
     copied: bool = False,
     events: Sequence[DpEvent] = (),
     unproven: Sequence[str] = (),
+    again: int = 0,
 ) -> dict[str, Any]:
     """The summary's privacy block.
 
@@ -55,6 +57,7 @@ def privacy_block(
         copied: the run's folder was found to be a copy (`dpexp.privacy.keys`).
         events: what the ledger holds about an example, of each group of examples with a budget.
         unproven: what of a person's own code could not be looked at.
+        again: how many of the charges were not the first one of their step.
     """
     if plan is None:
         return {
@@ -82,9 +85,8 @@ def privacy_block(
     adaptive = plan.quantile_budget > 0
     # of a course that a search chose, only the filter's budget is guaranteed
     fixed = () if plan.moves else events
-    planned = _planned(plan, charged)
     # whoever looks at several results may have stopped each of them by how good it was
-    whole = (plan.event(),) if planned and plan.budgets is None else fixed
+    whole = _with_the_rest(plan, events, charged - again)
     return {
         "epsilon": {name: _finite(spent.get(name)) for name in ACCOUNTANTS},
         "delta": plan.delta,
@@ -104,25 +106,36 @@ def privacy_block(
         **_attack(fixed),
         "events": [encode(event) for event in events],
         "notes": [
-            *privacy_notes(run, plan, spent, charged, copied),
+            *privacy_notes(run, plan, spent, again, copied),
             *(f"not proven: {note}" for note in unproven),
             *_about_data(data),
         ],
         "trials": run.trials,
         "trials_law": run.trials_law,
-        "epsilon_with_tuning": _with_tuning(whole, plan.delta, run.trials, run.trials_law),
+        "epsilon_with_tuning": _with_tuning(whole or fixed, plan.delta, run.trials, run.trials_law),
         **({"individual": individual_block(plan.budgets, by_budget)} if plan.budgets is not None else {}),
         **({"unit": plan.unit} if plan.unit != "example" else {}),
         **({"filtered": True} if plan.moves else {}),
-        **({"planned": planned} if planned else {}),
+        **({"planned": _planned(plan, whole, charged - again)} if whole else {}),
     }
 
 
-def _planned(plan: "Plan", charged: int) -> dict[str, Any] | None:
-    """Of a run that ended before its plan did: how many steps were planned, and their ε."""
-    if plan.moves or charged >= plan.steps:
-        return None
-    return {"steps": plan.steps, "epsilon": plan.epsilon()}
+def _with_the_rest(plan: "Plan", events: Sequence[DpEvent], taken: int) -> list[DpEvent]:
+    """Of a run that ended before its plan did: what it has released, and what the steps that are left would have; of each group
+    of examples. Nothing of any other run."""
+    if plan.moves or taken >= plan.steps:
+        return []
+    budgets = [None] if plan.budgets is None else range(plan.num_budgets)
+    return [
+        composed([(spent, 1), (plan.rest(taken, budget), 1)])
+        for spent, budget in zip(events, budgets, strict=False)
+    ]
+
+
+def _planned(plan: "Plan", whole: Sequence[DpEvent], taken: int) -> dict[str, Any]:
+    """How many steps were planned and taken, and ε of all of them."""
+    spent = max(epsilon(event, plan.delta, plan.accountant) for event in whole)
+    return {"steps": plan.steps, "taken": taken, "epsilon": spent}
 
 
 def _attack(events: Sequence[DpEvent]) -> dict[str, float | None]:
@@ -188,7 +201,7 @@ def _finite(value: float | None) -> float | None:
 
 
 def privacy_notes(
-    run: "RunConfig", plan: "Plan", spent: dict[str, float | None], charged: int, copied: bool = False
+    run: "RunConfig", plan: "Plan", spent: dict[str, float | None], again: int, copied: bool = False
 ) -> list[str]:
     """What a reader of ε must know, in sentences."""
     notes = [
@@ -234,9 +247,9 @@ def privacy_notes(
         )
     if copied:
         notes.append(COPIED)
-    if charged > plan.steps:
+    if again:
         notes.append(
-            f"{charged - plan.steps} steps were charged twice: they were run again after an interruption with another "
+            f"{again} steps were charged twice: they were run again after an interruption with another "
             "runtime, and with fresh noise"
         )
     notes.append(_tuned(run.trials, run.trials_law))

@@ -293,6 +293,7 @@ def summarise(run: RunConfig, trainer: Trainer, outcome: Outcome, bundle: ModelB
             trainer.keys.copied,
             ledger.events() if ledger is not None else (),
             trainer.stepper.unproven,
+            ledger.charged_again if ledger is not None else 0,
         ),
         metrics=outcome.metrics,
         performance=outcome.performance,

@@ -36,13 +36,14 @@ def plan(**changes):
     return make_plan(**(settings | changes))
 
 
-def block(run=None, made=None, spent=None, charged=5):
+def block(run=None, made=None, spent=None, charged=5, again=0):
     return statement.privacy_block(
         run or RunConfig(),
         made or plan(),
         spent or {"rdp": 2.0, "gdp": 1.0, "prv": 1.5, "pld": 1.4},
         3,
         charged,
+        again=again,
     )
 
 
@@ -213,7 +214,7 @@ def test_no_price_of_tuning_is_made_of_a_course_that_a_filter_ended():
 
 
 def test_shuffling_and_double_charges_are_said():
-    notes = block(made=plan(sampling="shuffle"), charged=7)["notes"]
+    notes = block(made=plan(sampling="shuffle"), charged=7, again=2)["notes"]
     assert any("shuffling" in note and "not a guarantee" in note for note in notes)
     assert not any("as the accountants assume" in note for note in notes)
     assert any(note.startswith("2 steps were charged twice") for note in notes)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import json
 import os
 import secrets
 from dataclasses import dataclass, field
@@ -122,14 +121,14 @@ def _salt(folder: Path, charged: bool) -> str:
     """Empty in the folder where the key was made; in a copy, 32 random hex digits, made when it is first seen."""
     status = (folder / KEY).stat()
     here = {"inode": status.st_ino, "changed_ns": status.st_ctime_ns}
-    try:
-        known = json.loads((folder / PLACE).read_text(encoding="utf-8"))
-        if known["key_file"] == here:
-            return str(known["salt"])
-        copied = True
-    except (OSError, ValueError, KeyError, TypeError):
-        # A run that was killed before it knew its place has charged nothing; else somebody took the file away.
-        copied = charged
+    known = read_json(folder / PLACE)
+    if known.get("key_file") == here and "salt" in known:
+        if charged and not known.get("charged"):
+            # cut off between the first line of the ledger and its mark
+            note_charged(folder)
+        return str(known["salt"])
+    # A run that was killed before it knew its place has charged nothing; else somebody took the file away.
+    copied = charged or bool(known)
     salt = secrets.token_hex(16) if copied else ""
     write_json(folder / PLACE, {"key_file": here, "salt": salt, "charged": charged})
     return salt

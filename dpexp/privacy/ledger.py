@@ -341,7 +341,7 @@ class Ledger:
                 self._torn = 0
                 file.truncate(self._size)
                 raise
-        if new:
+        if not self._size:
             # a new file's name is on the disk only when its folder is
             flush_folder(folder)
             note_charged(folder)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -171,6 +172,19 @@ class Plan:
             raise UserError(f"the plan has {self.steps} steps, not {done}")
         rate, scale = self._of_group(budget)
         return self._composed(self.sample_rate if rate is None else rate, self.noise_multiplier, scale, done)
+
+    def rest(self, begun: int, budget: int | None = None) -> DpEvent:
+        """Everything that the steps from ``begun`` on release about an example."""
+        rate, scale = self._of_group(budget)
+        left: Counter[tuple[float, float]] = Counter()
+        for steps, sign in ((self.steps, 1), (min(begun, self.steps), -1)):
+            for factor, growth, count in self.kinds(steps):
+                left[factor, growth] += sign * count
+        first = self.sample_rate if rate is None else rate
+        return composed(
+            (self._released(self.noise_multiplier * factor, first * growth, scale), count)
+            for (factor, growth), count in left.items()
+        )
 
     def epsilon(self, steps: int | None = None, accountant: str | None = None) -> float:
         """ε after ``steps`` steps at the plan's δ, under the plan's accountant unless another one is

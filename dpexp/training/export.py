@@ -123,7 +123,7 @@ def summary_of(
     groups = len(clipper.groups)
     privacy = statement.privacy_block(
         run, plan, ledger.epsilons(plan.delta), groups, ledger.steps_charged,
-        copied=copied, events=ledger.events(), unproven=unproven,
+        copied=copied, events=ledger.events(), unproven=unproven, again=ledger.charged_again,
     )  # fmt: skip
     return {
         "task": type(model).__name__,
@@ -213,7 +213,7 @@ def _cut_short(privacy: dict[str, Any]) -> list[str]:
         return []
     return [
         "",
-        f"**Training ended after {privacy['steps']} of {planned['steps']} planned steps.** The ε above is right where that had "
+        f"**Training ended after {planned['taken']} of {planned['steps']} planned steps.** The ε above is right where that had "
         "nothing to do with the weights. Where it was decided by how good the model was, on public data too, the guarantee is "
         f"that of the whole plan: ε = {upwards(planned['epsilon'])}.",
     ]

@@ -2,7 +2,7 @@
 
 A checkpoint is a file `state-<step>.pt` and a pointer `latest.json` that names it with its SHA-256. Both are written to
 a temporary name, flushed to the disk and renamed; the pointer moves last. A process killed at any instant leaves a
-pointer to a complete checkpoint.
+pointer to a complete checkpoint; a second one of the same step has another name.
 
 No random state is kept, because none is needed: batches, dropout and noise of step t are drawn from seeds that
 depend on t alone, and the learning rate is a function of t.
@@ -30,7 +30,16 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from dpexp.clipping.thresholds import FixedThresholds
-from dpexp.durable import FULL, UNUSABLE, error_number, flush_file, flush_folder, make_folder, write_json
+from dpexp.durable import (
+    FULL,
+    UNUSABLE,
+    error_number,
+    flush_file,
+    flush_folder,
+    make_folder,
+    read_json,
+    write_json,
+)
 from dpexp.errors import UserError
 from dpexp.parallel import Ranks
 from dpexp.parallel.sharded import like, write_into
@@ -185,7 +194,7 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
     """
     refuse_unreadable(checkpoint)
     folder.mkdir(parents=True, exist_ok=True)
-    target = folder / f"state-{checkpoint.step}.pt"
+    target = folder / f"{_free_name(folder, checkpoint.step)}.pt"
     temporary = target.with_suffix(".tmp")
     try:
         with open(temporary, "wb") as file:
@@ -210,6 +219,12 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
             shutil.rmtree(old, ignore_errors=True)
         elif not old.is_dir() and old != target:
             old.unlink(missing_ok=True)
+
+
+def _free_name(folder: Path, step: int) -> str:
+    """The name of a checkpoint, another one where the latest is of this step too: that stays until the pointer has left it."""
+    name = f"state-{step}"
+    return f"{name}-again" if read_json(folder / "latest.json").get("file") == f"{name}.pt" else name
 
 
 def load_checkpoint(folder: Path, signature: str) -> Checkpoint | None:
@@ -309,7 +324,7 @@ def save_together(folder: Path, checkpoint: Checkpoint, ranks: Ranks) -> None:
     from torch.distributed.checkpoint.state_dict_saver import save
 
     tensors, states = _tensors_of(checkpoint)
-    parts = folder / f"state-{checkpoint.step}.parts"
+    parts = folder / f"{ranks.once(lambda: _free_name(folder, checkpoint.step))}.parts"
     ranks.once(lambda: shutil.rmtree(parts, ignore_errors=True))
     save(tensors, checkpoint_id=str(parts), process_group=ranks.control)
     # the pointer moves once all parts are on the disk, where the next rank 0 finds them

@@ -1,14 +1,17 @@
 """The key is secret and lasts as long as its run; a copy of the folder draws for itself."""
 
+import json
 import os
 import shutil
 import stat
 import subprocess
 
 import pytest
+from dp_accounting import GaussianDpEvent
 
 from dpexp.errors import UserError
 from dpexp.privacy.keys import KEY, LEDGER, PLACE, delete_key, open_keys
+from dpexp.privacy.ledger import Ledger
 
 
 def charged_folder(folder):
@@ -70,6 +73,21 @@ def test_a_copy_without_the_file_that_says_where_the_key_was_is_a_copy(tmp_path)
     shutil.copytree(tmp_path / "run", tmp_path / "copy")
     (tmp_path / "copy" / PLACE).unlink()
     assert open_keys(tmp_path / "copy").copied
+
+
+@pytest.mark.parametrize("left", ["a line without its mark", "a part of a line"])
+def test_a_ledger_whose_beginning_was_cut_off_is_missed_when_it_is_gone(tmp_path, left):
+    keys = open_keys(tmp_path)
+    if left == "a part of a line":
+        (tmp_path / LEDGER).write_bytes(b'{"step"')
+    Ledger(tmp_path / LEDGER, keys.run).begin_step(0, GaussianDpEvent(1.0), "f")
+    if left == "a line without its mark":
+        place = json.loads((tmp_path / PLACE).read_text())
+        (tmp_path / PLACE).write_text(json.dumps(place | {"charged": False}))
+        assert open_keys(tmp_path) == keys
+    (tmp_path / LEDGER).unlink()
+    with pytest.raises(UserError, match="is gone or empty, and steps of this run were charged there"):
+        open_keys(tmp_path)
 
 
 def test_moving_a_folder_changes_nothing(tmp_path):

@@ -18,6 +18,7 @@ from torch.utils.data import Subset, TensorDataset
 
 from dpexp import durable
 from dpexp.errors import UserError
+from dpexp.privacy.shown import upwards
 from tests.killing import in_child
 from tests.training.own_loop import (
     crash_at,
@@ -77,9 +78,16 @@ def test_changed_code_of_the_loop_gets_fresh_noise_is_charged_again_and_says_so(
         return nn.functional.mse_loss(engine.model(batch[0]), batch[0][:, :3], reduction="none").sum(1)
 
     with pytest.warns(UserWarning, match="second time"):
-        train(engine, losses=other)
+        train(engine, losses=other, steps=3)
+    engine.write_card(tmp_path / "early")
+    train(engine, losses=other)
     assert engine.ledger.steps_charged == 6 + 2  # steps 2 and 3 were charged before
     assert engine.epsilon() > engine.plan.epsilon()
+    # of the run that is not whole yet, the steps that are left and those that were charged twice
+    card = (tmp_path / "early/PRIVACY.md").read_text()
+    assert "2 steps were charged twice" in card
+    assert "after 5 of 6 planned steps" in card
+    assert f"that of the whole plan: ε = {upwards(engine.epsilon())}" in card
 
 
 def test_a_second_attempt_is_repeated_and_paid_once_too(tmp_path, monkeypatch):

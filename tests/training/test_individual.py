@@ -141,7 +141,7 @@ def test_what_the_outputs_told_about_each_example_is_an_analysis(tmp_path):
     found = resumed.analysis.specific.epsilons(1e-3)
     assert np.array_equal(found, whole.analysis.specific.epsilons(1e-3))
     assert 0 < found.min() <= found.max() <= whole.plan.epsilon() * 1.02
-    assert any("output_specific.npy" in note for note in statement.privacy_notes(run, whole.plan, {}, 6))
+    assert any("output_specific.npy" in note for note in statement.privacy_notes(run, whole.plan, {}, 0))
     quantiles = whole.details()["output_specific"]
     assert quantiles["not_private"]
     assert quantiles["epsilon_quantiles"]["1.0"] == pytest.approx(found.max())

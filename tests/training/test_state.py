@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -65,9 +66,13 @@ def test_a_checkpoint_of_another_configuration_is_refused(tmp_path):
         load_checkpoint(tmp_path, "xyz")
 
 
+@pytest.mark.parametrize("step", [7, 3])
 @pytest.mark.parametrize("instant", ["while writing", "before the rename", "before the pointer"])
-def test_a_full_disk_or_a_crash_at_any_instant_leaves_the_last_checkpoint(tmp_path, monkeypatch, instant):
+def test_a_full_disk_or_a_crash_at_any_instant_leaves_the_last_checkpoint(
+    tmp_path, monkeypatch, instant, step
+):
     save_checkpoint(tmp_path, checkpoint(3))
+    then = replace(checkpoint(7), step=step)
     full = OSError(errno.ENOSPC, "No space left on device")
 
     def fail(*args, **kwargs):
@@ -81,12 +86,19 @@ def test_a_full_disk_or_a_crash_at_any_instant_leaves_the_last_checkpoint(tmp_pa
         else:
             patch.setattr(state, "write_json", fail)
         with pytest.raises(UserError, match="disk is full") as error, state.disk_errors(tmp_path):
-            save_checkpoint(tmp_path, checkpoint(7))
+            save_checkpoint(tmp_path, then)
     assert "same command" in str(error.value)
     loaded = load_checkpoint(tmp_path, "abc")
     assert loaded is not None
     assert loaded.step == 3
+    assert torch.equal(loaded.model["weight"], torch.full((50, 50), 3.0))
     assert not list(tmp_path.glob("*.tmp"))
+    save_checkpoint(tmp_path, then)
+    save_checkpoint(tmp_path, then)
+    loaded = load_checkpoint(tmp_path, "abc")
+    assert loaded is not None
+    assert torch.equal(loaded.model["weight"], torch.full((50, 50), 7.0))
+    assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_other_os_errors_are_not_called_a_full_disk(tmp_path):
