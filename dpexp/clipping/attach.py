@@ -223,7 +223,7 @@ class Clipper(AnyClipper):
         """
         if not isinstance(self._backend, TapBackend):
             raise UserError("public rows in the losses need engine='auto' (or another of the tapped ones)")
-        with self._independence.elsewhere():
+        with self.elsewhere():
             yield
 
     def last_forward(self) -> ForwardPass:

@@ -6,6 +6,7 @@ import math
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -153,6 +154,10 @@ class AnyClipper(ABC):
             model.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True),
             model.register_forward_hook(self._leave, always_call=True),
         ]
+
+    def elsewhere(self) -> AbstractContextManager[None]:
+        """Let forwards inside be none of training: nothing of them is looked at, or waits for a back-propagation."""
+        return self._independence.elsewhere()
 
     def may_begin_again(self) -> None:
         """Tell that the caller begins a step again on a `LateError`: rows that a model picks are then proven at less cost."""

@@ -104,6 +104,7 @@ class Learner:
         self.notes: list[str] = []
         if plan is not None:
             self._note(learnt_before(self.model, bundle.source, folder))
+        self.clipper: AnyClipper | None = None
         # while every process has a whole model, and may ask it as often as it likes
         self._losses_seen = plan is not None and run.task.kind in LOOKED_AT and self._look_at_losses()
         self.sharded = run.runtime.parallel == "fsdp" and ranks.several
@@ -119,7 +120,6 @@ class Learner:
         self.machine = Decisions(machine_file(), machine_name(device), ranks=ranks)
         self.code = provenance.code_hash()
         self.ledger: Ledger | None = None
-        self.clipper: AnyClipper | None = None
         self.policy = FixedThresholds(torch.zeros(0))
         self.search: StepSearch | None = None
         self.feedback: Feedback | None = None
@@ -200,7 +200,8 @@ class Learner:
             UserError: what an example loses depends on the others.
         """
         by_user = self.run.unit.name == "user"
-        note = look_at_task(self.task, self.model, self.run.seed, self.steps, by_user)
+        with nullcontext() if self.clipper is None else self.clipper.elsewhere():
+            note = look_at_task(self.task, self.model, self.run.seed, self.steps, by_user)
         self._note(note)
         return note is None
 

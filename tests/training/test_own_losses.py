@@ -669,6 +669,9 @@ def test_a_loop_of_ones_own_asks_before_it_begins_or_within(tmp_path) -> None:
     with pytest.raises(UserError, match="fewer than two examples"):
         engine.look_at_losses(task.losses, task.collate(task.train[:1]))
     engine.look_at_losses(Weighted().losses, batch)
+    # of its forwards none waits for a back-propagation, which would take it for one more of the first step
+    assert not engine.clipper._independence.waiting
+    assert not engine.clipper._backend.recorder.watched
     for (x,) in engine.batches(physical_batch_size=8):
         if len(x) > 1:
             # or within: what is computed on other batches is not the loop's

@@ -6,7 +6,7 @@ their losses arrive; then the losses are checked and handed on.
 
 import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -179,9 +179,11 @@ class OwnLoop:
         self._watch.follow(taken)
         return taken
 
-    def unwatched(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def unwatched(self) -> Iterator[None]:
         """Let something be done with the present batch that is not the loop's."""
-        return self._watch.paused()
+        with self._watch.paused(), self.clipper.elsewhere():
+            yield
 
     @contextmanager
     def public(self) -> Iterator[None]:
