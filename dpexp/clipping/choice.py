@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Hashable
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -92,14 +91,16 @@ def fastest(per_example: PerExampleGradient, methods: list[str], fused: bool) ->
 
 
 def _seconds(per_example: PerExampleGradient, method: str, fused: bool) -> float:
-    wait = nullcontext if per_example.device.type == "cpu" else torch.accelerator.synchronize
-    wait()
+    asynchronous = per_example.device.type != "cpu"
+    if asynchronous:
+        torch.accelerator.synchronize()
     start = time.perf_counter()
     if fused:
         per_example.norms_and_sum(method, lambda norms, _: (torch.ones_like(norms), None))
     else:
         per_example.sq_norms(method)
-    wait()
+    if asynchronous:
+        torch.accelerator.synchronize()
     return time.perf_counter() - start
 
 

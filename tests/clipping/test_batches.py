@@ -199,6 +199,10 @@ IN_ORDER: dict[str, tuple[bool, Callable[[Tensor, Tensor], Tensor]]] = {
     "columns": (False, lambda h, order: torch.column_stack([h[i] for i in order.tolist()]).T),
     "a matrix, added": (
         False,
+        lambda h, order: torch.addmm(h.new_zeros(h.shape), F.one_hot(order).double(), h),
+    ),
+    "a matrix, added, by name": (
+        False,
         lambda h, order: torch.addmm(input=h.new_zeros(h.shape), mat1=F.one_hot(order).double(), mat2=h),
     ),
     "a sparse matrix, added": (
@@ -229,7 +233,8 @@ IN_ORDER: dict[str, tuple[bool, Callable[[Tensor, Tensor], Tensor]]] = {
         True,
         lambda h, order: torch.hstack([h[:, i : i + 1] for i in order.tolist()]),
     ),
-    "positions first, gathered": (
+    "positions first, gathered": (True, lambda h, order: h.gather(1, order[None, :, None].expand_as(h))),
+    "positions first, gathered along an axis": (
         True,
         lambda h, order: h.gather(axis=1, index=order[None, :, None].expand_as(h)),
     ),
