@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -40,14 +41,26 @@ class PoissonSampler:
 
         A repeated step (another ``attempt`` in the ledger) must draw anew: its charge is that of an
         independent sample."""
-        rng = _generator(self._key, step, attempt)
-        # Exactly Poisson sampling: given their number, which is binomial, all sets of that size are equally
-        # likely.
         rate = self.sample_rate if self.rate_of is None else self.rate_of(step)
-        size = rng.binomial(self.num_examples, rate)
-        return np.sort(rng.choice(self.num_examples, size=size, replace=False, shuffle=False)).astype(
-            np.int64
-        )
+        return _coins(_generator(self._key, step, attempt), self.num_examples, rate)
+
+
+def _coins(rng: np.random.Generator, number: int, rate: float) -> NDArray[np.int64]:
+    """Throw a coin for each of ``number`` examples, and return the places of those that are in.
+
+    Not their number first: numpy's binomial is an approximation (signs of its Stirling series are wrong), under which
+    whether one example is in would depend on how many others are."""
+    if rate > 0.25:
+        return np.flatnonzero(rng.random(number) < rate)
+    # the gaps from one to the next are geometric: as much work as there is to find
+    found, last = [np.zeros(0, np.int64)], -1
+    while rate > 0 and last < number:
+        gaps = rng.geometric(rate, int(rate * number + 6 * math.sqrt(rate * number)) + 8)
+        # none but those within the data counts, and sums of longer ones could overflow
+        found.append(last + np.cumsum(np.minimum(gaps, number + 1)))
+        last = int(found[-1][-1])
+    places = np.concatenate(found)
+    return places[places < number]
 
 
 class FixedSizeSampler:

@@ -7,6 +7,7 @@ import pytest
 from scipy.stats import binom, chi2, kstest, norm
 
 from dpexp.errors import UserError
+from dpexp.privacy import sampling
 from dpexp.privacy.sampling import PoissonSampler, stream
 
 KEY = b"k" * 32
@@ -42,6 +43,20 @@ def test_every_example_is_in_equally_often_and_independently():
         np.corrcoef(drawn[:-1, i], drawn[1:, i])[0, 1] * math.sqrt(steps) for i in range(num_examples)
     ]
     assert kstest(over_time, norm.cdf).pvalue > 1e-3
+
+
+def test_no_number_of_examples_is_drawn_first_which_numpy_would_only_approximate(monkeypatch):
+    class Gaps:
+        """A generator of these gaps alone: it has no binomial."""
+
+        given = iter([[3, 1, 5], [2, 2**62, 2**62]])
+
+        def geometric(self, rate, size):
+            assert rate == 0.2
+            return np.array(next(self.given))
+
+    monkeypatch.setattr(sampling, "generator_from", lambda digest: Gaps())
+    assert PoissonSampler(20, 0.2, KEY).draw(0).tolist() == [2, 3, 8, 10]
 
 
 def test_a_draw_is_sorted_distinct_and_in_range():

@@ -46,7 +46,13 @@ UNTOLD = (
 
 
 class Mixture(UserError):
-    """What belongs to one example was another thing, with others beside it."""
+    """What belongs to one example was another thing, with others beside it.
+
+    Attributes:
+        sure: whether it is known which rows are whose in all that was compared. Else a chance may have made it.
+    """
+
+    sure = True
 
 
 def told_by(trace: Trace, losses: Tensor) -> bool:
@@ -54,7 +60,7 @@ def told_by(trace: Trace, losses: Tensor) -> bool:
 
     Raises:
         UserError: what an example loses, or what enters the model for it, depends on others. `Mixture`, where that shows in a
-            comparison, which a chance may have made where the trace is not `sure`.
+            comparison, which a chance may have made where it is not `sure`.
     """
     # pairs that are in one half are apart in other halves
     splits = range(2 if trace.examples > 2 else 1)
@@ -94,8 +100,9 @@ class Redone:
             if n in self.tape.held and self.tape.held[n].shape[:1] != (self.examples,)
         ]
         # one of entries that are all as long as there are examples may be a row of each
-        self.tape.sure &= self._lists <= {self.tape.returned[n] for n in uneven}
-        self._lists &= {self.tape.returned[n] for n in uneven}
+        even = self._lists - {self.tape.returned[n] for n in uneven}
+        self.tape.unsure.update(n for n, call in self.tape.returned.items() if call in even)
+        self._lists -= even
         # which rows of what enters change with each half, by number; and what has rows that no size tells
         self._rows: dict[int, list[Tensor]] = {}
         self._unplaced: set[int] = set()
@@ -163,12 +170,12 @@ class Redone:
         if mixed and not by_chance and bool(self._unlike(whole[0], losses).any()):
             raise UntoldError("computed again they are others")
         if mixed:
-            raise Mixture(MIXED.format(where=self.tape.table))
+            raise self._mixture(MIXED.format(where=self.tape.table), number)
         if not by_chance:
             for (lost, *_), kept in zip(changed, self._halves, strict=True):
                 # an example that stands in the place of another has the losses of both
                 if int(lost.sum()) > (self.examples - len(kept)) * (len(lost) // self.examples):
-                    raise Mixture(REPEATED)
+                    raise self._mixture(REPEATED, number)
             self._refuse_shared(number, whole[0])
         if self._first:
             self._feel_padding(number, whole[0])
@@ -226,7 +233,7 @@ class Redone:
                     # a target that must be between 0 and 1
                     continue
                 if int(self._unlike(whole, lost).view(self.examples, -1).any(1).sum()) > 1:
-                    raise Mixture(MIXED.format(where=self.tape.table))
+                    raise self._mixture(MIXED.format(where=self.tape.table), number)
 
     def _feel_padding(self, number: int, whole: Tensor) -> None:
         """Note for which lengths the losses are others where the model returns something else for padding."""
@@ -286,12 +293,12 @@ class Redone:
             else:
                 found.append((place, changed))
         if not found:
-            raise Mixture(ENTERED)
+            raise self._mixture(ENTERED, number)
         # what entered before, or in another call, has the same example in each row
         both = [[old | new for old, new in zip(self._changed, changed, strict=True)] for _, changed in found]
         apart = [i for i, (one, other) in enumerate(both) if not bool((one & other).any())]
         if not apart and not any(bool((one & other).any()) for _, (one, other) in found):
-            raise Mixture(ENTERED)
+            raise self._mixture(ENTERED, *chain.from_iterable(self.trace.calls))
         self._changed = both[apart[0]] if apart else self._changed
         place, here = found[apart[0] if apart else 0]
         if place.axis == 0:
@@ -301,6 +308,14 @@ class Redone:
         if apart and not self.trace.opaque:
             return True
         return not any(bool(rows[kept].any()) for rows, kept in zip(here, self._halves, strict=True))
+
+    def _mixture(self, what: str, *numbers: int) -> Mixture:
+        """An error that says what the tensors with these numbers show."""
+        needed = set[int]()
+        self.tape.behind(numbers, needed)
+        error = Mixture(what)
+        error.sure = needed.isdisjoint(self.tape.unsure)
+        return error
 
     def _note_rows(self, number: int, whole: Tensor, others: Sequence[Tensor]) -> bool:
         """Note which rows in front change with each half, and tell whether none does with both."""

@@ -83,7 +83,7 @@ class Tape:
         entries: number -> whose entry of a list it is.
         old: numbers of what earlier batches have left behind.
         table: which function has made a table of examples by examples, in words.
-        sure: whether all that has rows has them in front, or where somebody has said. A number of features may equal that of the
+        unsure: numbers of what has rows neither in front nor where somebody has said. A number of features may equal that of the
             examples, and of nodes of graphs end to end, or of parts of a batch, no size tells whose they are.
     """
 
@@ -98,7 +98,8 @@ class Tape:
         self.untold: dict[int, str] = {}
         self.entries: dict[int, int] = {}
         self.old: set[int] = set()
-        self.table, self.sure = "", True
+        self.unsure: set[int] = set()
+        self.table = ""
         self._count = self._bytes = 0
 
     def line_of(self, func: Any, args: Any, kwargs: Any, given: list[Tensor]) -> Line:
@@ -207,7 +208,8 @@ class Tape:
                 if tensor in self._known.listed:
                     self.entries[self._count] = self._known.listed[tensor]
                     # or as many tensors as there are examples, of which one has a row for each
-                    self.sure &= tensor.shape[:1] != (self._examples,)
+                    if tensor.shape[:1] == (self._examples,):
+                        self.unsure.add(self._count)
                 if tensor in self._known.returned:
                     self.returned[self._count] = self._known.returned[tensor]
             elif self._known.is_old(tensor):
@@ -220,7 +222,8 @@ class Tape:
             # no other could stand in its place
             return
         fits, sure = self._rows.likely(tensor, tensor in self._known.returned)
-        self.sure &= sure
+        if not sure:
+            self.unsure.add(number)
         if len(fits) > 1:
             why = f"a tensor of {tensor.dim()} dimensions may have its examples in several of them"
             if tensor not in self._known.returned:

@@ -199,8 +199,8 @@ class LossWatch:
         """
         try:
             return told_by(trace, losses)
-        except Mixture:
+        except Mixture as error:
             self._doubted.add(trace.examples)
-            if trace.tape.sure or len(self._doubted) > 1:
+            if error.sure or len(self._doubted) > 1:
                 raise
             return None
