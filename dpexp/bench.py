@@ -79,11 +79,12 @@ def bench(arguments: BenchArguments, console: Console) -> dict[str, Any]:
             record["hardware"] = hardware(torch.device("cpu"))
             console.print(noise_table(record["noise"]))
         for name in arguments.workloads:
-            if name.partition("@")[0] == RANKS:
-                processes = int(name.partition("@")[2] or 2)
+            plain, _, processes = name.partition("@")
+            if plain in RANKS:
+                size = RANKS[plain] if arguments.size == "full" else arguments.size
                 record.setdefault("ranks", []).extend(
                     measure_ranks(
-                        arguments.size, arguments.rounds, arguments.steps, processes, arguments.noise
+                        size, arguments.rounds, arguments.steps, int(processes or 2), arguments.noise
                     )
                 )
                 record["hardware"] = hardware(torch.device("cpu"))
@@ -123,7 +124,7 @@ def bench(arguments: BenchArguments, console: Console) -> dict[str, Any]:
 def is_special(name: str) -> bool:
     """Whether a name stands in the place of a workload for something that has a measurement of its own."""
     plain, _, number = name.partition("@")
-    return name == NOISE or (plain == RANKS and (not number or (number.isdecimal() and int(number) > 1)))
+    return name == NOISE or (plain in RANKS and (not number or (number.isdecimal() and int(number) > 1)))
 
 
 def _check(arguments: BenchArguments) -> list[str]:

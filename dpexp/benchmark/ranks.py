@@ -39,8 +39,8 @@ from dpexp.pipeline.split import keep_stage
 from dpexp.privacy.noise import KeyedGenerator, add_gaussian_
 from dpexp.tasks.target_loss import example_losses
 
-# in the place of a workload; RANKS@4: four processes
-RANKS = "ranks"
+# names in the place of a workload, with a key of `SIZES`; ranks@4: four processes
+RANKS = {"ranks": "full", "ranks_wide": "wide"}
 # alone: every process computes the same share for itself and sends nothing, which tells what privacy costs from what processes do
 METHODS = {
     "alone": ("nonprivate", "layer", "flat"),
@@ -66,6 +66,8 @@ SIZES = {
         _SMALL | {"length": 512, "examples": 4, "microbatch": 1},
         _SMALL | {"n_embd": 512, "n_head": 8, "length": 128, "examples": 16, "microbatch": 4, "lora": 8},
     ),
+    # as wide as the GPT-2 that people fine-tune
+    "wide": (_SMALL | {"n_embd": 768, "n_head": 12, "length": 256, "examples": 4, "microbatch": 2},),
     "tiny": (_TINY, _TINY | {"lora": 2}),
 }  # fmt: skip
 CLIP_NORM, RATE = 0.1, 1e-3
