@@ -138,7 +138,7 @@ class TapBackend(Backend):
             return *step.finish(), visit.input_gradients
 
     def may_begin_again(self) -> None:
-        self.survey.waits = True
+        self.survey.waiting.allowed = True
 
     def visit(self, roots: Roots) -> Visit:
         """Return what goes through the graph behind the roots."""

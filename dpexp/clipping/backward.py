@@ -26,8 +26,9 @@ from dpexp.clipping.gradients import Dense, Joined, Lookup, Tied, instantiated, 
 from dpexp.clipping.gradients.base import Bounded, Doubt, PerExampleGradient
 from dpexp.clipping.groups import Group
 from dpexp.clipping.loop import LOOPED, loop_over_examples
-from dpexp.clipping.survey.graph import LATE, Survey
+from dpexp.clipping.survey.graph import Survey
 from dpexp.clipping.survey.layouts import per_example
+from dpexp.clipping.survey.ownership import LATE
 from dpexp.clipping.tapping.taps import Visit
 from dpexp.clipping.tapping.uses import ForwardPass, Use
 from dpexp.errors import LateError, UserError
@@ -93,7 +94,7 @@ class Step:
         self.visit, self.factors, self.deferred = visit, factors, deferred
         self.survey, self.methods, self.engine = setup.survey, setup.methods, setup.engine
         self.groups = groups = setup.groups
-        self.layout, self.looped = self.survey.layout, set(self.survey.looped)
+        self.layout, self.looped = self.survey.ownership.layout, set(self.survey.looped)
         self.num_examples = visit.num_examples
         self.group_of = {name: k for k, group in enumerate(groups) for name in group.params}
         self.params = {name: p for group in groups for name, p in group.params.items()}
@@ -190,7 +191,7 @@ class Step:
         names = {name for name in use.names if name not in self.looped}
         if not names:
             return {}
-        self.survey.tell(use, gy)
+        self.survey.waiting.tell(use, gy)
         layout, visit = self.layout[id(use)], self.visit
         return per_example(use, saved, gy, layout, visit.rows, visit.num_examples, names)
 

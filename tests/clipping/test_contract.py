@@ -285,6 +285,26 @@ def test_a_forward_that_still_waits_decides_nothing_for_another_one() -> None:
 
 
 @pytest.mark.parametrize("engine", OURS)
+@pytest.mark.parametrize("held", [True, False])
+def test_a_forward_that_no_loss_comes_from_changes_no_bit_of_the_sums(engine: str, held: bool) -> None:
+    """Outputs that are kept for a log, or dropped; a run that is repeated may keep others, and is to end in the same weights."""
+    x, sums = torch.randn(16, 50, generator=torch.Generator().manual_seed(0)), []
+    for others in (False, True):
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(50, 64), nn.Tanh(), nn.Linear(64, 30))
+        clipper = attach(model, clip_norm=0.1, engine=engine)
+        kept = []
+        for _ in range(3):
+            if others:
+                kept.append(model(x))
+            if not held:
+                kept.clear()
+            clipper.backward(losses_of(model, x))
+        sums.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    assert torch.equal(*sums)
+
+
+@pytest.mark.parametrize("engine", OURS)
 def test_two_forwards_for_one_loss(engine: str) -> None:
     model, x = mlp(), torch.randn(4, D, dtype=torch.float64)
 

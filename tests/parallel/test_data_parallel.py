@@ -207,7 +207,7 @@ def refusals(ranks: Ranks, folder: Path):
         try:
             for batch in engine.batches():
                 engine.step(losses(Case(), engine.model, batch))
-                engine._optimizer.optimizer.param_groups[0]["lr"] /= 1 + ranks.rank
+                engine._run.optimizer.optimizer.param_groups[0]["lr"] /= 1 + ranks.rank
         except UserError as error:
             told.append(str(error))
     # one folder is one run, also of several processes

@@ -127,7 +127,7 @@ def test_two_loops_at_once_are_noticed(tmp_path):
 
 def test_the_optimizer_moves_for_the_engine_alone(tmp_path):
     engine = make(tmp_path)
-    optimizer, before = engine._optimizer.optimizer, flat(engine)
+    optimizer, before = engine._run.optimizer.optimizer, flat(engine)
     batch, loop = first_batch(engine)
     engine.step(losses_of(engine, batch))
     with pytest.raises(UserError, match="no noise yet"):
@@ -151,7 +151,7 @@ def test_a_gradient_scaler_is_refused(tmp_path):
         scaler.scale([losses])
     engine.step(losses)
     with pytest.raises(UserError, match="GradScaler"):
-        scaler.step(engine._optimizer.optimizer)
+        scaler.step(engine._run.optimizer.optimizer)
 
 
 def doubled_as_data(engine):
@@ -163,7 +163,7 @@ def doubled_as_data(engine):
 @pytest.mark.parametrize(
     "touch",
     [
-        lambda engine: engine._optimizer.optimizer.zero_grad(),
+        lambda engine: engine._run.optimizer.optimizer.zero_grad(),
         lambda engine: nn.utils.clip_grad_norm_(engine.model.parameters(), 1e-3),
         lambda engine: next(engine.model.parameters()).grad.add_(1.0),
         doubled_as_data,
@@ -194,7 +194,7 @@ def decayed(engine):
 
 
 def rated(engine):
-    engine._optimizer.optimizer.param_groups[0]["lr"] *= 0.9
+    engine._run.optimizer.optimizer.param_groups[0]["lr"] *= 0.9
 
 
 def there_and_back(engine):
@@ -238,7 +238,7 @@ def test_other_weights_may_be_looked_at_in_the_middle_of_a_batch(tmp_path):
 def test_zero_grad_before_every_batch_of_one_piece_does_no_harm(tmp_path):
     engine = make(tmp_path)
     for batch in engine.batches(physical_batch_size=64):
-        engine._optimizer.optimizer.zero_grad()
+        engine._run.optimizer.optimizer.zero_grad()
         engine.step(losses_of(engine, batch))
     assert engine.finished
 
@@ -247,7 +247,7 @@ def test_gradients_that_are_released_may_be_written_to(tmp_path):
     engine = make(tmp_path)
     for batch in engine.batches(physical_batch_size=64):
         assert engine.step(losses_of(engine, batch))
-        engine._optimizer.optimizer.zero_grad(set_to_none=False)
+        engine._run.optimizer.optimizer.zero_grad(set_to_none=False)
     assert engine.finished
 
 

@@ -266,7 +266,7 @@ def test_a_ledger_that_lost_its_end_and_a_copy_of_the_folder_are_noticed(tmp_pat
     train(make(tmp_path / "run", noise_seed=None), steps=4).close()
     shutil.copytree(tmp_path / "run", tmp_path / "copy")
     copy = make(tmp_path / "copy", noise_seed=None)
-    assert copy._keys.copied
+    assert copy._run.keys.copied
     copy.close()
     ledger = tmp_path / "run/ledger.jsonl"
     ledger.write_text("".join(ledger.read_text().splitlines(keepends=True)[:-1]))

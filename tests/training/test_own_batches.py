@@ -834,7 +834,7 @@ def test_what_is_added_to_inputs_is_looked_for_by_an_optimizer(tmp_path, start):
 def test_the_optimizer_is_given_no_more_to_move_on_the_way(tmp_path):
     engine, late = make(tmp_path), nn.Linear(3, 3)
     batch, _loop = first_batch(engine)
-    engine._optimizer.optimizer.add_param_group({"params": list(late.parameters())})
+    engine._run.optimizer.optimizer.add_param_group({"params": list(late.parameters())})
     with pytest.raises(UserError, match="holds other parameters than when the engine was made"):
         engine.step(losses_of(engine, batch))
     assert engine.ledger.steps_charged == 0

@@ -18,8 +18,8 @@ from dpexp.clipping.gradients.numerics import all_full_precision, states_of_chan
 from dpexp.clipping.methods.watched import WatchedClipper
 from dpexp.clipping.rules import RULES
 from dpexp.clipping.survey import layouts
-from dpexp.clipping.survey.graph import MIXED
 from dpexp.clipping.survey.observed import apart, views
+from dpexp.clipping.survey.ownership import MIXED
 from dpexp.clipping.tapping.roots import Roots
 from dpexp.errors import UserError
 

@@ -8,22 +8,73 @@ What was computed in 16 bits is compared in float32, on copies: the rounding of 
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Mapping, Set
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from dpexp.clipping.gradients import PerExampleGradient
+from dpexp.clipping.gradients.memory import give_back_freed_memory
 from dpexp.clipping.gradients.numerics import wide
 from dpexp.clipping.loop import finite
 from dpexp.clipping.operations.linear import Linear
 from dpexp.clipping.survey import layouts
-from dpexp.clipping.tapping.uses import PullBack, Use, Value
+from dpexp.clipping.tapping.taps import Visit
+from dpexp.clipping.tapping.uses import ForwardPass, PullBack, Use, Value
 
 # bytes of an output, or of a gradient, from which on the check spares memory: it must need no more than a step does
 LARGE = 1 << 24
 # how much longer than another the gradient is by which a clamped one shows; a power of two rounds both alike
 FAR = 2.0**13
+
+
+class Formulas:
+    """Those that gave what autograd gives."""
+
+    def __init__(self) -> None:
+        self._right: set[Hashable] = set()
+
+    def known(self, use: Use) -> bool:
+        """Tell whether the formula of a use is one of them."""
+        return _kind(use) in self._right
+
+    def check(self, visit: Visit, uses: Set[int], layout: Mapping[int, layouts.Layout]) -> list[Use]:
+        """Compare the formulas of some uses, given by id, with what autograd says of the operations.
+
+        Args:
+            visit: goes back through the graph once more.
+            uses: whose formula is not known.
+            layout: id of a use -> which rows belong to which example.
+
+        Returns:
+            Those whose formula is wrong.
+        """
+        weights = layouts.weights(visit.num_examples).to(visit.roots.device)
+        wrong: list[Use] = []
+
+        def compare(owner: ForwardPass, use: Use, saved: tuple[Tensor, ...], gy: Tensor) -> None:
+            if id(use) not in uses:
+                return
+            known = layout[id(use)]
+            if isinstance(known, layouts.Owned) and not bool(gy.any()):
+                # nobody's rows: what is summed of them now is nothing, and the formula stays unproven
+                return
+            if known != layouts.UNSEEN and formula_is_right(use, saved, gy, known, visit.rows, weights):
+                self._right.add(_kind(use))
+            else:
+                wrong.append(use)
+
+        visit.back_propagate(compare, retain=True)
+        give_back_freed_memory()
+        return wrong
+
+
+def _kind(use: Use) -> Hashable:
+    """What the verdict on a formula holds for: a place, and where the operation is any function, its shapes."""
+    if use.formula.label is not None:
+        return use.place, None if use.input_shape is None else len(use.input_shape)
+    return use.place, use.output_shape, use.batched
 
 
 def formula_is_right(

@@ -180,7 +180,7 @@ class Observed:
     # -- what was seen ------------------------------------------------------------------------------------------------
 
     def arrived(self, use: Use) -> bool:
-        """Whether a gradient came: not where its output was unused, or the forward was another one that still waits."""
+        """Whether a gradient came: not where its output was unused, or a backward on the way returned none."""
         return id(use) in self._dtypes
 
     def one_each(self, use: Use) -> bool:

@@ -249,7 +249,7 @@ class Visit:
         rows_per_example: rows of the batch that belong to one example.
 
     Attributes:
-        passes: forward passes that may be waiting for a backward over so many rows.
+        passes: the forward passes that the roots were computed by, of those that wait for their backward.
         arrived: those of them that a gradient has reached.
         input_gradients: of the roots' inputs, from the last visit that asked for them.
     """
@@ -260,10 +260,11 @@ class Visit:
         self.rows = self.num_examples * rows_per_example
         waiting = recorder.alive if roots.owner is None else [roots.owner]
         waiting = [p for p in waiting if not p.consumed and p.uses]
-        # what the roots were computed by, whatever entered it: nodes of graphs, several rows of each example
-        self.passes = [
-            p for p in waiting if p.may_have(self.rows) or any(id(use) in self.reached for use in p.uses)
-        ]
+        # one that waits alone is it; a way through the graph tells which of several are, as some are kept for a log
+        alone = len(waiting) == 1 and waiting[0].may_have(self.rows)
+        self.passes = (
+            waiting if alone else [p for p in waiting if any(id(use) in self.reached for use in p.uses)]
+        )
         self.uses = [use for owner in self.passes for use in owner.uses]
         self.arrived: set[ForwardPass] = set()
         self.input_gradients: tuple[Tensor | None, ...] = ()

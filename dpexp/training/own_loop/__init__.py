@@ -1,1 +1,1 @@
-"""`PrivacyEngine`, and what its loop goes through: its arguments, its batches, whose rows they are."""
+"""`PrivacyEngine` (`engine`), the run behind it (`planned`, `run`, `checkpoints`), and what its loop goes through (`loop`)."""

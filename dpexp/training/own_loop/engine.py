@@ -4,12 +4,8 @@ It owns everything that could be put together wrongly: plan, ledger, key, sample
 checkpoints. The loop keeps what is its own: model, optimiser, data set, collate function, losses.
 """
 
-import math
-import warnings
-import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
-from functools import partial
+from contextlib import AbstractContextManager
 from numbers import Number
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,34 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
-from dpexp import provenance
-from dpexp.clipping import attach
-from dpexp.clipping.distributed import reducers_in, refuse_reducer, silent
+from dpexp.clipping.distributed import reducers_in, refuse_reducer
 from dpexp.durable import make_folder
 from dpexp.errors import UserError, did_you_mean
-from dpexp.parallel import ALONE, Ranks
-from dpexp.parallel.replicas import made_same, ranks_of, unwrapped
-from dpexp.privacy.caveats import pointless
-from dpexp.privacy.keys import LEDGER, Keys, open_keys
-from dpexp.privacy.ledger import Ledger
-from dpexp.privacy.plan import make_plan
+from dpexp.parallel.replicas import ranks_of, unwrapped
 from dpexp.privacy.plan_checks import check_accountant
-from dpexp.privacy.sampling import PoissonSampler
-from dpexp.privacy.shown import upwards
-from dpexp.schemas import ClipConfig, PrivacyConfig, RunConfig
-from dpexp.training import state
-from dpexp.training.decisions import Decisions
-from dpexp.training.earlier import also_tried, learnt_before, remembering, taught
-from dpexp.training.export import summary_of, write_card
-from dpexp.training.identity import (
-    check_examples,
-    check_optimizers,
-    data_identity,
-    facts_of,
-    recognise,
-    refuse_other_ledgers,
-    settings_of,
-)
 from dpexp.training.own_loop.arguments import (
     QUANTILE_BUDGET,
     QUANTILE_LR,
@@ -53,20 +26,13 @@ from dpexp.training.own_loop.arguments import (
     check_dataset,
     check_flags,
     check_optimizer,
-    check_rule,
     checked_folder,
-    checked_schedule,
     named,
 )
-from dpexp.training.own_loop.loop import OwnLoop
-from dpexp.training.own_loop.rows import equal_rows, fitted_to_itself, tensors_of
-from dpexp.training.own_loop.units import units_of
-from dpexp.training.release import Release, build_policy
-from dpexp.training.steps import Steps
-from dpexp.training.sums import not_finite
+from dpexp.training.own_loop.planned import Planned
+from dpexp.training.own_loop.run import OwnRun
 from dpexp.training.watching.functions import Losses, look_at_losses
-from dpexp.training.watching.guards import Batches, GuardedOptimizer
-from dpexp.training.watching.reading import refuse_other_rows
+from dpexp.training.watching.guards import Batches
 
 
 class PrivacyEngine:
@@ -161,7 +127,7 @@ class PrivacyEngine:
         data_name: str | None = None,
         noise_seed: int | None = None,
     ):
-        given = Numbers(
+        numbers = Numbers(
             batch_size=batch_size, epochs=epochs, steps=steps, epsilon=epsilon, noise_multiplier=noise_multiplier,
             clip_norm=clip_norm, target_quantile=target_quantile, quantile_budget=quantile_budget, quantile_lr=quantile_lr,
             loss_scale=loss_scale, rows_per_example=rows_per_example, checkpoint_every=checkpoint_every, trials=trials,
@@ -169,117 +135,24 @@ class PrivacyEngine:
         )  # fmt: skip
         check_flags(fixed_length=fixed_length, secure=secure)
         self.folder = checked_folder(folder)
-        given_model, model = model, unwrapped(model)
-        check_optimizer(model, optimizer)
-        self._wrappers = reducers_in(given_model)
-        self.ranks = ranks = ranks_of(self._wrappers)
-        for wrapper in self._wrappers:
+        self.model, self.dataset, self._fixed_length = unwrapped(model), dataset, fixed_length
+        check_optimizer(self.model, optimizer)
+        wrappers = reducers_in(model)
+        self.ranks = ranks_of(wrappers)
+        for wrapper in wrappers:
             refuse_reducer(wrapper)
         check_dataset(dataset, users)
-        check_rule(rule, allocation)
-        self._units = units_of(len(dataset), users, given.rows_per_example)
-        refuse_other_rows(dataset, users)
-        adaptive = given.target_quantile is not None
-        self.model, self.dataset = model, dataset
-        self.checkpoint_every, self._fixed_length = given.checkpoint_every, fixed_length
-        self.plan = make_plan(
-            num_examples=self._units.count,
-            unit=self._units.config.name,
-            expected_batch_size=given.batch_size,
-            steps=given.steps_of(self._units.count),
-            delta=delta,
-            accountant=accountant,
-            epsilon=given.epsilon,
-            noise_multiplier=given.noise_multiplier,
-            quantile_budget=given.quantile_budget if adaptive else 0.0,
-            schedule=checked_schedule(schedule),
-        )
-        for sentence in pointless(self.plan):
-            warnings.warn(sentence, stacklevel=3)
-        self._run = RunConfig(
-            clip=ClipConfig(
-                groups=groups,
-                clip_norm=given.clip_norm,
-                rule=rule,
-                allocation=allocation,
-                adaptive=adaptive,
-                target_quantile=given.target_quantile or 0.5,
-                quantile_lr=given.quantile_lr,
-            ),
-            privacy=PrivacyConfig(noise_seed=given.noise_seed, release="strict", secure=secure),
-            unit=self._units.config,
-            trials=given.trials,
-        )
-        self._optimizer = GuardedOptimizer(optimizer, scheduler, model)
-        self._open = ExitStack()
-        self._held = self._open.enter_context(ExitStack())
-        self._open.callback(self._optimizer.release)
-        try:
-            self._keys = ranks.once(lambda: self._take_folder(given.noise_seed))
-            key = self._keys.draws
-            self._open.enter_context(silent(self._wrappers))
-            made_same(ranks, model)
-            self._data = data_identity(dataset, data_name)
-            settings = settings_of(
-                self.plan, self._run.clip, model, optimizer, self._data + self._units.identity, self._keys.run
-            )
-            ranks.agree("what is trained on what", settings)
-            check_optimizers(ranks, optimizer, model)
-            if data_name is not None:
-                # which says nothing of their order
-                check_examples(ranks, dataset, self._keys.run)
-            # what cannot be clipped leaves no settings behind, with which a mended model would be compared
-            self.clipper = attach(
-                model, groups, given.clip_norm, rule, engine,
-                rows_per_example=given.rows_per_example, fixed_length=fixed_length,
-            )  # fmt: skip
-            self.clipper.reduces = False
-            self._open.callback(self.clipper.detach)
-            with state.disk_errors(self.folder):
-                self._identity = ranks.once(lambda: recognise(self.folder, settings))
-            self.device = next(p for p in model.parameters() if p.requires_grad).device
-            self.ledger = Ledger(
-                self.folder / LEDGER, self._keys.run, ranks if ranks.several else None, times=False
-            )
-            self.policy = build_policy(self._run.clip, len(self.clipper.groups))
-            machine = provenance.device_name(self.device)
-            decisions = Decisions(self.folder / "decisions.json", machine, ranks=ranks)
-            if (memory := decisions.of_rank("engine")) is not None:
-                self.clipper.recall(memory)
-            self._steps = Steps(
-                model, self._optimizer,
-                sampler=PoissonSampler(self.plan.num_examples, self.plan.sample_rate, key),
-                key=key, expected_batch=self.plan.expected_batch_size, policy=self.policy,
-                release=Release(self.plan, self.clipper, self.policy, self.ledger, key=key, allocation=allocation, secure=secure),
-                decisions=decisions, loss_scale=given.loss_scale, on_taken=_weakly(self._taken), ranks=ranks,
-            )  # fmt: skip
-            goes_on = self.folder if self.ledger.steps_charged else None
-            before = learnt_before(model, getattr(model, "name_or_path", ""), goes_on)
-            for note in (before, fitted_to_itself(tensors_of(dataset))):
-                if note is not None:
-                    warnings.warn(f"not proven: {note}", stacklevel=3)
-                    self.clipper.notes.append(note)
-            # their number is private: for the eyes of who holds the data
-            if users is None and (copies := equal_rows(dataset)) is not None:
-                warnings.warn(copies, stacklevel=3)
-            self._loop = OwnLoop(
-                model, self._optimizer, dataset, self._units, self._steps, self.clipper,
-                wrappers=self._wrappers, rows_per_example=given.rows_per_example, planned=self.plan.steps, folder=self.folder,
-                facts=partial(facts_of, self.device, run=self._identity, code=provenance.code_hash(), engine=engine),
-            )  # fmt: skip
-            self._open.callback(self._loop.close)
-            self._open.callback(remembering(self._steps.parameters, self.ledger, self.folder))
-            if ranks.once((self.folder / "checkpoint" / "latest.json").exists):
-                self.load()
-            else:
-                # the first weights: a run that is cut off early begins with them again
-                self._save(None, ranks)
-        except BaseException:
-            self._open.close()
-            raise
-        weakref.finalize(self, self._open.close)
-        self._broken = False
-        self._again = self.ledger.charged_again
+        planned = Planned.of(
+            numbers, dataset, users, delta=delta, accountant=accountant, schedule=schedule, groups=groups, rule=rule,
+            allocation=allocation, secure=secure,
+        )  # fmt: skip
+        self._run = run = OwnRun(
+            self.model, optimizer, dataset, self.folder, planned, scheduler=scheduler, wrappers=wrappers, ranks=self.ranks,
+            engine=engine, fixed_length=fixed_length, data_name=data_name,
+        )  # fmt: skip
+        self._steps, self._loop = run.steps, run.loop
+        self.plan, self.policy, self.device = planned.plan, run.policy, run.device
+        self.clipper, self.ledger = run.clipper, run.ledger
 
     @property
     def steps(self) -> int:
@@ -294,7 +167,7 @@ class PrivacyEngine:
     @property
     def finished(self) -> bool:
         """Whether all steps are taken."""
-        return self.steps_taken >= self.steps
+        return self._run.finished
 
     @property
     def private_loss(self) -> float:
@@ -419,28 +292,7 @@ class PrivacyEngine:
             UserError: the engine is closed, the folder cannot be made, the disk is full, or a process with a part does something
                 else.
         """
-        self._loop.refuse_closed()
-        if self._steps.sharded:
-            self._save(folder, self.ranks)
-        elif self.ranks.writes:
-            self._save(folder, ALONE)
-
-    def _save(self, folder: str | Path | None, ranks: Ranks) -> None:
-        """Write a checkpoint; these ranks do it together."""
-        folder = Path(folder or self.folder / "checkpoint")
-        ranks.agree("save()", self.steps_taken)
-        if ranks.several:
-            self._steps.refuse_other_weights()
-        ranks.once(lambda: make_folder(folder, "save(folder)"))
-        checkpoint = state.Checkpoint(
-            step=self.steps_taken,
-            model=state.model_state(self.model),
-            optimizer=self._optimizer.optimizer.state_dict(),
-            signature=self._identity,
-            **state.resting_on(self.policy, self.ledger, self._optimizer.parts),
-        )
-        with state.disk_errors(folder):
-            state.save_together(folder, checkpoint, ranks)
+        self._run.save(folder)
 
     def load(self, folder: str | Path | None = None) -> None:
         """Go on from a checkpoint of this run: its last one, or that in another folder; of several processes, all call this.
@@ -449,19 +301,7 @@ class PrivacyEngine:
             UserError: there is none, it is damaged or of another run, the ledger has lost steps that it stands on, or the engine
                 is closed.
         """
-        self._loop.refuse_closed()
-        folder = Path(folder or self.folder / "checkpoint")
-        self.ranks.agree("load()", self.steps_taken)
-        optimizer = self._optimizer.optimizer
-        checkpoint = state.read_together(folder, self._identity, self.ranks, self.model, optimizer)
-        if checkpoint is None:
-            raise UserError(f"there is no checkpoint in {folder}")
-        state.put_back(checkpoint, self.policy, self.ledger, self._optimizer.parts)
-        state.load_model_state(self.model, checkpoint.model)
-        self._optimizer.load(checkpoint.optimizer)
-        self._steps.clear()
-        self._steps.taken = checkpoint.step
-        self.ranks.once(self._hold)
+        self._run.load(folder)
 
     def write_card(self, folder: str | Path) -> None:
         """Write PRIVACY.md, what is guaranteed about the training data, beside a saved model; rank 0 does.
@@ -477,16 +317,11 @@ class PrivacyEngine:
         if not self.ranks.writes:
             return
         make_folder(Path(folder), "write_card(folder)")
-        if (note := also_tried(self._data, self.folder, self._run.trials)) is not None:
-            warnings.warn(note, stacklevel=2)
-        of = self._run, self.plan, self.ledger, self.clipper, self.model, self.dataset
-        summary = summary_of(*of, copied=self._keys.copied, unproven=self._steps.unproven)
-        write_card(summary, Path(folder))
+        self._run.write_card(Path(folder))
 
     def close(self) -> None:
         """Give model, optimiser and folder back. The ledger stays readable, and no step can be taken any more."""
-        self._loop.closed = True
-        self._open.close()
+        self._run.close()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
@@ -499,46 +334,3 @@ class PrivacyEngine:
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-    def _taken(self) -> None:
-        """After every step."""
-        taught(self._data, self.folder)
-        again = self.ledger.charged_again
-        if again > self._again and self.ranks.writes:
-            warnings.warn(
-                f"step {self.steps_taken} was charged a second time: since the interruption something has changed (code, data, "
-                "machine, threads, physical batch size), and it drew a fresh sample and fresh noise. "
-                f"Epsilon is {upwards(self.epsilon())} so far",
-                stacklevel=3,
-            )
-        self._again = again
-        if not self._broken and not math.isfinite(self.private_loss):
-            self._broken = True
-            warnings.warn(not_finite(self.steps_taken), stacklevel=3)
-        if self.finished or (self.checkpoint_every and self.steps_taken % self.checkpoint_every == 0):
-            self._save(None, self.ranks)
-        if self.finished:
-            self.ranks.once(self._hold)
-
-    def _hold(self) -> None:
-        """Keep others out of the folder while there are steps to take; a notebook's cell may run again after the last one."""
-        self._held.close()
-        if not self.finished:
-            self._held.enter_context(state.exclusive(self.folder))
-
-    def _take_folder(self, noise_seed: int | None) -> Keys:
-        self._held.enter_context(state.exclusive(self.folder))
-        refuse_other_ledgers(self.folder)
-        with state.disk_errors(self.folder):
-            return open_keys(self.folder, noise_seed)
-
-
-def _weakly(method: Callable[[], None]) -> Callable[[], None]:
-    """The method of an object that this does not keep alive: an engine that is dropped gives its folder back at once."""
-    weak = weakref.WeakMethod(method)
-
-    def call() -> None:
-        if (bound := weak()) is not None:
-            bound()
-
-    return call

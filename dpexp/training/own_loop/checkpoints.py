@@ -1,0 +1,78 @@
+"""Checkpoints of a run in a loop of one's own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torch import nn
+
+from dpexp.clipping.thresholds import FixedThresholds
+from dpexp.durable import make_folder
+from dpexp.errors import UserError
+from dpexp.parallel import Ranks
+from dpexp.privacy.ledger import Ledger
+from dpexp.training import state
+from dpexp.training.steps import Steps
+from dpexp.training.watching.guards import GuardedOptimizer
+
+
+class Checkpoints:
+    """Writes the state of a run, and puts it back.
+
+    Args:
+        folder: where they lie, unless another one is given.
+        identity: of the run, see `identity.recognise`.
+        model, optimizer, policy, steps: what has a state.
+        ledger: on which it rests.
+        ranks: the processes that train together.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        identity: str,
+        model: nn.Module,
+        optimizer: GuardedOptimizer,
+        policy: FixedThresholds,
+        steps: Steps,
+        ledger: Ledger,
+        ranks: Ranks,
+    ):
+        self.folder, self.identity = folder, identity
+        self.model, self.optimizer, self.policy = model, optimizer, policy
+        self.steps, self.ledger, self.ranks = steps, ledger, ranks
+
+    def save(self, folder: str | Path | None, ranks: Ranks) -> None:
+        """Write one; these ranks do it together."""
+        folder = Path(folder or self.folder)
+        ranks.agree("save()", self.steps.taken)
+        if ranks.several:
+            self.steps.refuse_other_weights()
+        ranks.once(lambda: make_folder(folder, "save(folder)"))
+        checkpoint = state.Checkpoint(
+            step=self.steps.taken,
+            model=state.model_state(self.model),
+            optimizer=self.optimizer.optimizer.state_dict(),
+            signature=self.identity,
+            **state.resting_on(self.policy, self.ledger, self.optimizer.parts),
+        )
+        with state.disk_errors(folder):
+            state.save_together(folder, checkpoint, ranks)
+
+    def load(self, folder: str | Path | None) -> None:
+        """Go on from one; all ranks do it together.
+
+        Raises:
+            UserError: see `dpexp.PrivacyEngine.load`.
+        """
+        folder = Path(folder or self.folder)
+        self.ranks.agree("load()", self.steps.taken)
+        optimizer = self.optimizer.optimizer
+        checkpoint = state.read_together(folder, self.identity, self.ranks, self.model, optimizer)
+        if checkpoint is None:
+            raise UserError(f"there is no checkpoint in {folder}")
+        state.put_back(checkpoint, self.policy, self.ledger, self.optimizer.parts)
+        state.load_model_state(self.model, checkpoint.model)
+        self.optimizer.load(checkpoint.optimizer)
+        self.steps.clear()
+        self.steps.taken = checkpoint.step
