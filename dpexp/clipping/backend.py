@@ -98,7 +98,6 @@ class TapBackend(Backend):
             install(module, site)
 
     def enter(self, given: Entered, looking: bool) -> None:
-        self.recorder.quiet = looking
         if looking:
             return
         # what nobody back-propagates is forgotten with its graph
@@ -110,17 +109,16 @@ class TapBackend(Backend):
             raise UserError(REENTRANT)
 
     def leave(self, output: Any, looking: bool) -> None:
-        self.recorder.quiet = False
         if torch.is_grad_enabled() and not looking:
             self.recorder.close(output)
 
     @contextmanager
     def silence(self) -> Iterator[None]:
-        self.recorder.quiet = True
+        before, self.recorder.quiet = self.recorder.quiet, True
         try:
             yield
         finally:
-            self.recorder.quiet = False
+            self.recorder.quiet = before
 
     def uninstall(self) -> None:
         for module, _ in self.sites:

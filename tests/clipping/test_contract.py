@@ -789,6 +789,23 @@ def test_reentrant_checkpointing_is_refused() -> None:
         clipper.backward(checkpoint(model, x, use_reentrant=True).pow(2).sum(1))
 
 
+def test_gradients_of_a_checkpointed_model_that_are_none_of_training() -> None:
+    """What is computed again is what was computed: by a search, or by whoever looks at losses, with a clipper attached."""
+
+    class Checkpointed(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self[1], self[0](x), use_reentrant=False)
+
+    model, x = Checkpointed(nn.Linear(D, 5), nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))), torch.randn(3, D)
+    plain, clipper = copy.deepcopy(model), attach(model)
+    for _ in range(2):
+        with clipper.elsewhere():
+            found = torch.autograd.grad(losses_of(model, x).sum(), list(model.parameters()))
+        wanted = torch.autograd.grad(losses_of(plain, x).sum(), list(plain.parameters()))
+        torch.testing.assert_close(found, wanted)
+        clipper.backward(losses_of(model, x))
+
+
 def test_the_coverage_table_names_every_trainable_parameter() -> None:
     problem = ZOO["bare_parameters"]()
     clipper = attach(problem.model, groups="layer")

@@ -521,6 +521,53 @@ def test_a_part_in_32_bits_of_a_model_of_64_is_not_taken_for_mixing() -> None:
     assert step(Net(in_32_bits).double(), x().double()).notes == []
 
 
+class Sensitive(nn.Module):
+    """What it computes doubles a difference sixteen times, as of rounding."""
+
+    def __init__(self, mix: float) -> None:
+        super().__init__()
+        self.first, self.last, self.mix = nn.Linear(64, 64), nn.Linear(64, 3), mix
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x).sigmoid()
+        h = h + self.mix * h.detach().mean(0)
+        for _ in range(16):
+            h = 3.99 * h * (1 - h)
+        return self.last(h)
+
+
+def test_rounding_that_grows_is_not_taken_for_mixing_and_hides_none() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(8, 64)
+    clipper = attach(model := Sensitive(0.0))
+    clipper.backward(model(x).square().sum(1))
+    assert clipper.notes == []
+    assert {p.dtype for p in model.parameters()} == {torch.get_default_dtype()} == {torch.float32}
+    with pytest.raises(UserError, match="mixes examples"):
+        attach(model := Sensitive(1e-6)).backward(model(x).square().sum(1))
+
+
+def test_rounding_that_grows_in_a_transformer_is_not_taken_for_padding() -> None:
+    from transformers import MPNetConfig, MPNetForSequenceClassification
+
+    torch.manual_seed(0)
+    config = MPNetConfig(
+        vocab_size=100, hidden_size=32, num_hidden_layers=8, num_attention_heads=4, intermediate_size=64,
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    model = MPNetForSequenceClassification(config)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if p.dim() > 1 and "embeddings" not in name:
+                # as a training that diverges makes them
+                p.mul_(60)
+    ids, mask = torch.randint(5, 100, (8, 20)), torch.ones(8, 20, dtype=torch.long)
+    mask[3:, 12:], ids[3:, 12:] = 0, 1
+    clipper = attach(model)
+    clipper.backward(model(input_ids=ids, attention_mask=mask).logits.square().sum(1))
+    assert clipper.notes == []
+
+
 def test_rows_of_one_example_may_mix_with_one_another_but_not_with_others() -> None:
     def centred(rows: int) -> nn.Module:
         return Net(lambda h: h - h.unflatten(0, (-1, rows)).mean(1).repeat_interleave(rows, 0).detach())

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from dpexp.clipping.gradients.memory import give_back_freed_memory
 from dpexp.clipping.independence.arguments import Inputs, positional_names
@@ -45,6 +44,10 @@ WRITTEN = (
 )
 
 
+# parameters of a model of which there is memory for a copy in 64 bits
+LARGEST = 1 << 29
+
+
 @dataclass
 class Difference:
     """What an example got was another thing: in which runs, and how their tensors are compared."""
@@ -52,7 +55,7 @@ class Difference:
     when: str
     way: str
     runs: tuple[list[Inputs], list[Inputs]]
-    differs: Callable[[Tensor, Tensor], bool | None]
+    differs: Callable[..., bool | None]
 
 
 class Look:
@@ -220,7 +223,8 @@ class Look:
                 # a mask with a number for each example looks like a coin where one is alone
                 return []
             runs = [self.replay.inputs] * len(run.batches), run.batches
-            return [Difference(variant.when, self._way(verdicts), runs, differs)]
+            if not self._is_rounding(runs, differs):
+                return [Difference(variant.when, self._way(verdicts), runs, differs)]
         self._compare_buffers(run.buffers, resized)
         if not resized and variant.first is None and not self.told:
             others = set(range(self.examples)) - {j for _, j in variant.same}
@@ -233,6 +237,27 @@ class Look:
         different = {leaf for leaf, verdict in verdicts.items() if verdict}
         unused = different <= self.replay.ends.keys() - self.replay.used and bool(self.replay.used)
         return UNUSED + WAY if unused else WAY
+
+    def _is_rounding(
+        self,
+        runs: tuple[list[Inputs], list[Inputs]],
+        differs: Callable[..., bool | None],
+    ) -> bool:
+        """Whether what differs is the same in 64 bits: large weights, as of a training that diverges, make much of rounding."""
+        size = sum(p.numel() for p in self.replay.model.parameters())
+        if self.comparison.bits == 64 or self.replay.narrow or size > LARGEST:
+            return False
+        self.replay.wide = True
+        try:
+            before, here = (self.runs.of(batches)[0][-1] for batches in runs)
+            return before.keys() == here.keys() and not any(
+                differs(t, here[leaf], leaf) for leaf, t in before.items()
+            )
+        except Exception:
+            # what names its bits itself
+            return False
+        finally:
+            self.replay.wide = False
 
     # -- comparing ----------------------------------------------------------------------------------------------------
 
@@ -289,7 +314,9 @@ class Look:
             except Exception:
                 # longer than the model can read, or a length that it does not take
                 continue
-            if any(differs(a, there[leaf]) for leaf, a in here.items()):
+            runs = [first], [second]
+            different = any(differs(a, there[leaf]) for leaf, a in here.items())
+            if different and not self._is_rounding(runs, differs):
                 if not plan.told:
                     self.supposed = plan.tokens
                     return []
@@ -298,7 +325,7 @@ class Look:
                     Difference(
                         "when its batch is padded further, as one longer example would do",
                         FIXED if finite else BROKEN + FIXED,
-                        ([first], [second]),
+                        runs,
                         differs,
                     )
                 ]

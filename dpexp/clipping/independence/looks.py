@@ -122,7 +122,9 @@ class Independence:
         """Inside, forwards are not looked at: they repeat one, or what enters them is public."""
         before, self.looking = self.looking, True
         try:
-            yield
+            # nor is what a back-propagation of theirs computes again
+            with self.silence():
+                yield
         finally:
             self.looking = before
 

@@ -45,7 +45,7 @@ NO_IDS = ("position", "type", "segment", "label", "mask")
 
 Made = Callable[[], Inputs]
 Unequal = Callable[[Tensor, Tensor], bool]
-Comparison = Callable[[Tensor, Tensor], bool | None]
+Comparison = Callable[..., bool | None]
 
 
 @dataclass
@@ -191,7 +191,7 @@ class Padding:
         """Compares what has a position for each token at positions of content, and what has none as a whole."""
         content = self.content[:, :length]
 
-        def differs(short: Tensor, long: Tensor) -> bool | None:
+        def differs(short: Tensor, long: Tensor, leaf: int | None = None) -> bool | None:
             if not short.dim() or short.shape[0] != self.rows or long.dim() != short.dim():
                 return None
             if short.dim() > 1 and short.shape[1] == length and long.shape[1] == length + more:

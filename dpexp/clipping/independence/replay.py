@@ -84,6 +84,8 @@ class Replay:
         self._nodes = torch._C._autograd._get_sequence_nr(), 0
         # whether to compute in 16 bits where the forward did
         self.narrow = False
+        # whether to compute in 64 bits
+        self.wide = False
         # whether the graph of a replay is kept, for a model that asks for gradients on its way
         self.keeps = False
         # what is around a way back, in which checkpointed parts are computed again
@@ -146,6 +148,8 @@ class Replay:
             # other ranks may not look now
             inside.enter_context(silent(reducers_in(self.model)))
             inside.enter_context(self._opened())
+            if self.wide:
+                inside.enter_context(_widened(self.model))
             if self._sharded:
                 inside.enter_context(held_as_it_is(self.model))
             if not self.keeps:
@@ -239,7 +243,7 @@ class Replay:
             torch.manual_seed(seed)
         random.seed(seed)
         np.random.seed(seed)
-        args, kwargs = changed(inputs, copied)
+        args, kwargs = changed(inputs, _doubled if self.wide else copied)
         earlier = kwargs.pop(EARLIER, None)
         self._shapes = self.narrow, *shapes_of(inputs)
         with self.without_chance() as chance:
@@ -337,6 +341,40 @@ def fingerprints(model: nn.Module) -> dict[str, Tensor]:
         for name, p in model.named_parameters()
         if p.is_floating_point() and p.numel() and not is_shard(p)
     }
+
+
+@contextmanager
+def _widened(model: nn.Module) -> Iterator[None]:
+    """Inside, a model computes in 64 bits, as far as it does not name others itself."""
+    tables: list[dict[str, Any]] = [
+        table for module in model.modules() for table in (module._parameters, module._buffers)
+    ]
+    before = [
+        (table, name, t)
+        for table in tables
+        for name, t in table.items()
+        if t is not None and t.is_floating_point()
+    ]
+    # not in place: pending graphs know these tensors
+    wide: dict[Tensor, Tensor] = {t: t.detach().double() for _, _, t in before}
+    default = torch.get_default_dtype()
+    try:
+        for table, name, t in before:
+            kind = functools.partial(nn.Parameter, requires_grad=t.requires_grad)
+            table[name] = kind(wide[t]) if isinstance(t, nn.Parameter) else wide[t]
+        torch.set_default_dtype(torch.float64)
+        yield
+    finally:
+        torch.set_default_dtype(default)
+        for table, name, t in before:
+            table[name] = t
+
+
+def _doubled(name: str, value: Any) -> Any:
+    """Return a copy of a tensor, floating-point numbers in 64 bits; anything else as it is."""
+    if isinstance(value, Tensor) and value.is_floating_point():
+        return value.detach().double()
+    return copied(name, value)
 
 
 def _nothing(value: Any) -> Any:

@@ -93,7 +93,7 @@ class Recorder:
         self.flow: DataFlow | None = None
         # how an operation runs that was seen before, by its key
         self.templates: dict[str, Template] = {}
-        # whether the forward that runs repeats one, see `independence`: nothing of it is recorded
+        # whether what runs repeats a forward, or is none of training, see `independence`: nothing of it is recorded
         self.quiet = False
         # how many forwards of modules with parameters are running
         self.inside = 0
