@@ -107,7 +107,7 @@ class Survey:
 
     def curious(self, visit: Visit) -> bool:
         """Tell whether anything is to be proven of the graph behind ``visit``, or looped over: more than one visit of it."""
-        again = _due(self.backwards + 1) or _sequence(visit) not in self._sequences
+        again = layouts.due_for_rows(self.backwards + 1) or _sequence(visit) not in self._sequences
         return bool(
             not self.knows(visit.num_examples)
             or self.looped
@@ -131,7 +131,7 @@ class Survey:
         self.backwards += 1
         sequence = _sequence(visit)
         self._new_sequence = sequence not in self._sequences
-        pending, doubted = self._pending(visit, _due(self.backwards) or self._new_sequence)
+        pending, doubted = self._pending(visit, layouts.due_for_rows(self.backwards) or self._new_sequence)
         known_uses = self.knows(visit.num_examples)
         waits = self._may_wait(visit, pending, doubted) and self._wait(visit, pending, doubted)
         if not waits and (pending or not known_uses):
@@ -474,12 +474,6 @@ def _check_returned(visit: Visit) -> None:
     for plain, weighted in zip(*seen, strict=True):
         if not apart([plain[0], weighted[0]], plain[1]):
             raise UserError(f"what the model returns: {MIXED}")
-
-
-def _due(number: int) -> bool:
-    """Tell whether the backward pass of this number proves again what was proven: the rows of the first batch may have been in
-    order by chance, and put in order by something that nobody watches."""
-    return number == 2 or layouts.due(number)
 
 
 def _sequence(visit: Visit) -> int:
