@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils import prune
+from torch.nn.utils import parametrize, prune
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
@@ -341,6 +341,16 @@ def test_a_weight_that_is_taken_out_of_its_module_after_attach_is_named(change: 
     attach(model)
     with pytest.raises(ValueError, match=r"'0\.weight' was taken out of its module after attach"):
         change(model[0])
+
+
+def test_a_parametrisation_that_ends_after_attach_is_named_and_one_after_detach_is_nobodys_business() -> None:
+    model = mlp()
+    nn.utils.parametrizations.weight_norm(model[0])
+    clipper = attach(model)
+    with pytest.raises(UserError, match=r"'ParametrizedLinear\.weight' was taken out .* or put back"):
+        parametrize.remove_parametrizations(model[0], "weight")
+    clipper.detach()
+    assert type(parametrize.remove_parametrizations(model[0], "weight")) is nn.Linear
 
 
 @pytest.mark.parametrize(
