@@ -495,6 +495,21 @@ def test_graphs_that_mix_are_refused(mix: Callable[[Tensor], Tensor], batch: Bat
         attach(mixing).backward(of_graphs(mixing, batch))
 
 
+def test_a_first_batch_of_graphs_that_have_one_node_each_is_taken_where_names_say_what_it_is() -> None:
+    def forward(self: Any, x: Tensor, edges: Tensor, batch: Tensor, count: int) -> Tensor:
+        return self.graphs(x, edges, batch, count)
+
+    def losses(model: nn.Module, batch: Batch) -> Tensor:
+        named = {"batch" if name == "whose" else name: part for name, part in batch.items()}
+        return model(**named).square().sum(1)
+
+    torch.manual_seed(0)
+    exact_in_company(Own(forward, graphs=Graphs(lambda h: h)), [graphs(1, 1, 1), *GRAPHS], "auto", losses)
+    mixing = Own(forward, graphs=Graphs(lambda h: h / h.detach().abs().mean())).double()
+    with pytest.raises(UserError, match="mixes examples"):
+        attach(mixing).backward(losses(mixing, graphs(1, 1, 1)))
+
+
 @pytest.mark.parametrize(
     "mix", [lambda h: h - h.mean(0), lambda h: torch.cat([h[:, :1].flip(0), h[:, 1:]], 1)]
 )

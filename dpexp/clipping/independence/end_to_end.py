@@ -12,6 +12,8 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence, unpack_sequence
 
 # in the names of vectors that say where the rows of each example begin
 POINTERS = ("offset", "ptr", "cu_")
+# and what is called so names the example of each row
+OWNERS = ("batch", "batch_index", "batch_idx", "graph_ids", "segment_ids")
 
 
 class Ends:
@@ -207,7 +209,9 @@ def _told(
         return Ends(numbers)
     if bool((numbers.diff() < 0).any()):
         return None
-    if len(part) > count > int(numbers[-1]) > 0:
+    # where each example has one row, they may as well be labels, but for their name
+    alone = name in OWNERS and len(part) == count and bool((numbers.diff() == 1).all())
+    if (len(part) > count or alone) and count > int(numbers[-1]) > 0:
         return Named(torch.bincount(numbers, minlength=count), part)
     if int(numbers[0]) != 0 or len(part) not in (count, count + 1):
         return None
@@ -230,7 +234,7 @@ def _told(
 def _edges(part: Tensor, nodes: Ends) -> Edges | None:
     if part.dim() != 2 or len(part) != 2 or not _is_whole(part) or not part.numel():
         return None
-    numbers = part.long().cpu()
+    numbers = part.long().cpu().contiguous()
     if int(numbers.min()) < 0 or int(numbers.max()) >= nodes.total:
         return None
     source, target = torch.bucketize(numbers, nodes.starts + nodes.sizes, right=True)
