@@ -257,7 +257,9 @@ def _currency(privacy: dict[str, Any]) -> list[str]:
 
 def _hashes(data: dict[str, Any]) -> str:
     """Of published data alone: a card goes with the model, and the hash of private data tells whether a guess at it is right."""
-    return "" if data["source"] == "own files" else f", SHA-256 {data['sha256']}"
+    if data["source"] == "own files" or not data["sha256"]:
+        return ""
+    return f", SHA-256: {', '.join(f'{split} {digest}' for split, digest in data['sha256'].items())}"
 
 
 def _number(value: float | None) -> str:

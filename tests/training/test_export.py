@@ -43,7 +43,7 @@ def test_the_card_says_in_words_what_the_two_numbers_allow():
 def test_the_card_goes_with_the_model_and_has_no_hash_of_private_data():
     written = summary(block())
     written["data"] |= {"sha256": {"train": "c0ffee"}}
-    assert "c0ffee" in privacy_card(written)
+    assert "SHA-256: train c0ffee\n" in privacy_card(written)
     written["data"] |= {"source": "own files"}
     assert "c0ffee" not in privacy_card(written)
 
