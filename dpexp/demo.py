@@ -19,7 +19,8 @@ from dpexp.privacy.shown import upwards
 from dpexp.statement import ACCOUNTANTS
 
 JOB = ("task=sst2", "clip=adaptive_perlayer", "scale=demo")
-COMPARED = ("optim.epochs=null", "optim.steps=8", "runtime.physical_batch_size=64")
+STEPS, PHYSICAL = 8, 64
+COMPARED = ("optim.epochs=null", f"optim.steps={STEPS}", f"runtime.physical_batch_size={PHYSICAL}")
 ENGINES = ("auto", "opacus")
 
 
@@ -36,7 +37,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "package.\nIt shows that everything works; its accuracy says nothing about a real task.\n"
     )
     trained = launch([*JOB, runs_dir])
-    console.print(f"\nThe same first steps through each engine ({COMPARED[1]}), one process each ...")
+    console.print(
+        f"\nThe first {STEPS} steps again, through our engine and through Opacus, which keeps a gradient of each example: "
+        f"{PHYSICAL} examples at once, a minute or two ..."
+    )
     compared = {
         engine: launch([*JOB, *COMPARED, f"engine={engine}", runs_dir], quiet=True) for engine in ENGINES
     }
@@ -84,8 +88,8 @@ def comparison_table(summaries: dict[str, dict[str, Any]]) -> Table:
         "examples/s",
         "seconds per step",
         "peak memory MiB",
-        title="the same steps, one engine after the other",
-        caption="what else the machine did meanwhile shows: dpexp bench lets them take turns",
+        title=f"the same {STEPS} steps, {PHYSICAL} examples at once",
+        caption="one after the other, so whatever else the machine did shows here; dpexp bench measures them in turns",
     )
     for engine, summary in summaries.items():
         numbers = summary["performance"]

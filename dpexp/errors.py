@@ -1,6 +1,7 @@
 """The one error that a person can cause, the end of its message, and what a command says that a person stops."""
 
 import logging
+from collections.abc import Iterable
 from difflib import get_close_matches
 
 log = logging.getLogger(__name__)
@@ -40,9 +41,15 @@ def first_line(error: object) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
+def either(names: Iterable[str]) -> str:
+    """Write names as a choice among them: a, b or c."""
+    *others, last = names
+    return f"{', '.join(others)} or {last}" if others else last
+
+
 def did_you_mean(word: str, names: list[str] | tuple[str, ...]) -> str:
     """The end of an error message: the nearest of the names, and all of them while they are few enough to read."""
     near = get_close_matches(word, names, n=2, cutoff=0.6)
-    hint = f"; did you mean {' or '.join(near)}?" if near else ""
+    hint = f"; did you mean {either(near)}?" if near else ""
     listed = f" (choices: {', '.join(names)})" if names and (len(names) <= 14 or not near) else ""
     return hint + listed

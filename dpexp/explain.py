@@ -105,8 +105,8 @@ def as_text(result: dict[str, Any]) -> str:
     share = listed / total if total else 0.0
     lines += [
         "",
-        f"{listed:,} of {total:,} parameters ({share:.2%}) are weights of these layers; the others are biases, norms and",
-        "bare parameters, whose per-example gradients cost next to nothing"
+        f"{listed:,} of {total:,} parameters ({share:.2%}) are weights of these layers; the others are biases, normalisation",
+        "layers and bare parameters, whose per-example gradients cost next to nothing"
         + _examples(parameters["weights_not_listed"]),
         *(f"note: {note}" for note in result["notes"]),
     ]

@@ -40,6 +40,7 @@ from dpexp.tasks.generation import Generation
 from dpexp.tasks.image_folders import SUFFIXES, shown_files
 from dpexp.tasks.images import ImageClassification
 from dpexp.tasks.tables import columns_of
+from dpexp.training.export import WEIGHTS
 from dpexp.training.planning import choose_device
 
 # columns of the tables that are made for the task
@@ -246,9 +247,9 @@ def exported(run: RunConfig, folder: Path, task: Task) -> nn.Module:
     def network() -> Any:
         return task.build_network(run.model, PeftConfig(), scale=run.scale.name, seed=run.seed).model
 
-    if (folder / "model.pt").is_file():
+    if (folder / WEIGHTS).is_file():
         model = network()
-        model.load_state_dict(torch.load(folder / "model.pt", map_location="cpu", weights_only=True))
+        model.load_state_dict(torch.load(folder / WEIGHTS, map_location="cpu", weights_only=True))
         return model
     if (folder / adapters.DESCRIPTION).is_file():
         return adapters.load_adapters(network(), folder)

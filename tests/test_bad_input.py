@@ -244,8 +244,9 @@ def test_settings_and_options_may_stand_in_any_order(words: str, ordered: str) -
 
 
 @pytest.mark.slow
-def test_help_whose_reader_leaves_ends_quietly() -> None:
-    command = f"{sys.executable} -m dpexp.account --help | head -n 1"
+@pytest.mark.parametrize("command", ["dpexp.account --help | head -n 1", "dpexp completion bash | true"])
+def test_what_is_printed_ends_quietly_where_its_reader_leaves(command: str) -> None:
+    command = f"{sys.executable} -m {command}"
     done = subprocess.run(command, shell=True, capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.stderr == ""
 

@@ -198,18 +198,23 @@ class OpacusBackend(Backend):
         double = all(p.dtype == torch.float64 for p in self.params.values())
         self.rounding = (1e-12 if double else 1e-4) * largest if math.isfinite(largest) else 0.0
         found = {name: self._checked(name, samples[name], plain[name], losses) for name in samples}
-        for name, gradient in signed.items():
-            self._compare(name, signs, found[name], gradient)
+        try:
+            for name, gradient in signed.items():
+                self._compare(name, signs, found[name], gradient)
+        except UserError:
+            # who goes on is looked at again
+            self.proven.discard(self.nodes)
+            raise
         if signed:
             self.proven.add(self.nodes)
         return found
 
     def _signed_gradients(self, losses: Tensor, ones: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Ordinary gradients under random weights of the losses: for each new way through the model, for each batch on a way that
-        picks rows, and now and then."""
+        picks rows, for the second one, and now and then."""
         row_weights = layouts.weights(losses.shape[0]).to(losses)
         self.backwards += 1
-        proven = self.nodes in self.proven - self.routed and not layouts.due(self.backwards)
+        proven = self.nodes in self.proven - self.routed and not layouts.due_for_rows(self.backwards)
         if proven or losses.shape[0] < 2:
             return row_weights, {}
         if self.nodes not in self.routed and _picks_rows(losses.grad_fn):

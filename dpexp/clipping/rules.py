@@ -52,6 +52,8 @@ def none(sq_norms: Tensor, thresholds: Tensor | float) -> Tensor:
 
 
 RULES: dict[str, Rule] = {"abadi": abadi, "automatic": automatic, "normalized": normalized, "none": none}
+# those that bound what one example adds
+CLIPPING = tuple(name for name in RULES if name != "none")
 
 
 def known_rule(name: str) -> Rule:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dpexp.errors import UserError, first_line
+from dpexp.errors import UserError, either, first_line
 from dpexp.models.custom import custom_network
 from dpexp.models.images import OWN_FAMILIES, build_own_network, sees_images
 from dpexp.models.images import PUBLISHED as PUBLISHED_FOR
@@ -145,7 +145,7 @@ def build(
         return _from_config(_saved_config(name, config, folder=False), name, image, tokens)
     names = [*PUBLISHED, *TIMM_SHORT, *known]
     near = get_close_matches(last, names, n=3, cutoff=0.6)
-    hint = f"; did you mean {' or '.join(near)}?" if near else ""
+    hint = f"; did you mean {either(near)}?" if near else ""
     missing = "" if known else "; for ResNet, VGG, ViT, BEiT and many more: pip install timm"
     others = f" ({', '.join(PUBLISHED)}; a name of timm; a folder with config.json)" if not near else ""
     raise UserError(f"model={name} is not known{hint}{missing}{others}")

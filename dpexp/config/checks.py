@@ -14,10 +14,10 @@ from dpexp.config.data_checks import data_problems, prompt_problems, unit_proble
 from dpexp.config.method_checks import method_problems
 from dpexp.config.unread import given_for_nothing
 from dpexp.durable import flattened
-from dpexp.errors import UserError, did_you_mean
+from dpexp.errors import UserError, did_you_mean, either
 from dpexp.privacy.schedules import ADAPTIVE
 from dpexp.schemas import CHOICES, RunConfig
-from dpexp.schemas.choices import HUGGING_FACE
+from dpexp.schemas.choices import HUGGING_FACE, POOLINGS
 from dpexp.schemas.declared import declared_units
 from dpexp.training.optimizers.low_pass import check_low_pass
 
@@ -51,6 +51,8 @@ _FRACTION = (
     "optim.momentum", "optim.warmup_ratio", "optim.ema_decay", "peft.dropout", "model.dropout", "model.attention_dropout",
 )  # fmt: skip
 
+# optimisers that take a part of each tensor
+_IN_SHARDS = ("sgd", "adam", "adamw")
 # generators and tensors count no further
 _WHOLE = 2**63
 # of any number, with some room below and above
@@ -126,8 +128,9 @@ def _parallel(run: RunConfig) -> Iterator[str]:
         )
     if kind != "fsdp":
         return
-    if run.optim.name not in ("sgd", "adam", "adamw"):
-        yield f"runtime=fsdp and optim.name={run.optim.name}: it knows whole tensors; choose sgd, adam or adamw, or runtime=ddp"
+    if run.optim.name not in _IN_SHARDS:
+        ways = f"choose {either(_IN_SHARDS)}, or runtime=ddp"
+        yield f"runtime=fsdp and optim.name={run.optim.name}: it knows whole tensors; {ways}"
     if run.optim.ema_decay != 0 or run.optim.uniform_average:
         yield "runtime=fsdp and optim.ema_decay: averages are of whole tensors; leave it out, or choose runtime=ddp"
     if run.optim.keep_best_every:
@@ -343,13 +346,13 @@ def _model(run: RunConfig) -> Iterator[str]:
             f"model={model.name} has none: leave it out"
         )
     if model.head != "linear" and model.pooling == "own":
-        yield f"model.head={model.head} is a head on what is pooled: set model.pooling=mean (or cls)"
+        yield f"model.head={model.head} is a head on what is pooled: set model.pooling={either(POOLINGS)}"
     # its coefficients never train
     fixed = model.family == "scattering"
     if (model.frozen_features and not fixed) and (
         model.pooling == "own" or (model.trainable != "head" and peft.name != "head")
     ):
-        yield "model.frozen_features=true trains a head alone: set model.pooling=mean (or cls) and model.trainable=head"
+        yield f"model.frozen_features=true trains a head alone: set model.pooling={either(POOLINGS)}, and model.trainable=head"
     if peft.name in ("prompt", "p_tuning") and run.engine.name == "opacus":
         yield f"peft={peft.name} and engine=opacus: Opacus cannot follow a prompt that is looked up inside; use engine=auto"
     sizes = {"lora": "rank", "rgp": "rank", "adapters": "rank", "top2": "blocks", "prefix": "prefix_length"}

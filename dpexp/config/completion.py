@@ -10,6 +10,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from dpexp.config.usage import COMMANDS, print_out
+
 SHELLS = {
     "bash": """\
 _dpexp() {
@@ -34,10 +36,10 @@ FILES = ("account", "audit", "bench", "conform", "explain", "pate", "predict", "
 def main(arguments: Sequence[str]) -> int:
     """Print what a shell must evaluate (``dpexp completion SHELL``), or candidates (``dpexp completion words LINE``)."""
     if len(arguments) == 2 and arguments[0] == "words":
-        print("\n".join(candidates(arguments[1])))
+        print_out("\n".join(candidates(arguments[1])))
         return 0
     if len(arguments) == 1 and arguments[0] in SHELLS:
-        print(SHELLS[arguments[0]])
+        print_out(SHELLS[arguments[0]])
         return 0
     print(f"error: give a shell: dpexp completion {'|'.join(SHELLS)}", file=sys.stderr)
     return 2
@@ -52,8 +54,6 @@ def candidates(line: str) -> list[str]:
     words = line.split(" ")
     last, given = words[-1], [word for word in words[1:-1] if word]
     if not given:
-        from dpexp.config.usage import COMMANDS
-
         return _starting(last, [*COMMANDS, "completion"])
     command = given[0]
     if command == "report":

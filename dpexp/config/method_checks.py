@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterator
 from dataclasses import asdict
 
-from dpexp.errors import UserError
+from dpexp.errors import UserError, either
 from dpexp.privacy.schedules import ADAPTIVE, SCHEDULES, Schedule
-from dpexp.schemas import RunConfig
+from dpexp.schemas import CHOICES, RunConfig
 from dpexp.schemas.choices import FILTERS
 
 # what of a model falls as it gets better
@@ -121,7 +121,7 @@ def _search(run: RunConfig) -> Iterator[str]:
     kinds = {"noisymax": ("laplace", "exponential"), "hyfreedp": ("gaussian",)}
     wanted = kinds.get(search.name, ("above_threshold",))
     if search.mechanism not in wanted:
-        yield f"search.mechanism={search.mechanism} is not how {name} works: choose {' or '.join(wanted)}"
+        yield f"search.mechanism={search.mechanism} is not how {name} works: choose {either(wanted)}"
     if run.clip.adaptive or run.clip.method != "norm" or run.individual.name != "none":
         yield f"{name} shares a step's budget with the gradient alone: take clip=flat or perlayer, and individual=none"
     if run.clip.allocation != "global":
@@ -152,7 +152,8 @@ def _search(run: RunConfig) -> Iterator[str]:
 def _clipping(run: RunConfig) -> Iterator[str]:
     clip = run.clip
     if clip.private and clip.rule == "none":
-        yield "clip.rule=none bounds nothing, so no noise can hide an example: use abadi, automatic, or clip=nonprivate"
+        ways = either([*(rule for rule in CHOICES["clip.rule"] if rule != "none"), "clip=nonprivate"])
+        yield f"clip.rule=none bounds nothing, so no noise can hide an example: use {ways}"
     said = GROUPS.get(clip.name.rpartition("_")[2], clip.groups)
     if said != clip.groups:
         yield (

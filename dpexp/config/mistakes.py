@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from dpexp.config.usage import choices_of, groups_of
-from dpexp.errors import UserError, did_you_mean, first_line
+from dpexp.errors import UserError, did_you_mean, either, first_line
 from dpexp.schemas import setting_names
 
 # what other libraries call our settings
@@ -179,5 +179,5 @@ def unknown_key(key: str, schema: type, config_name: str) -> str:
         return f"there is no setting {key}{meant}"
     # "lr" means optim.lr
     if whole := [name for name in settings if name.endswith(f".{key}")]:
-        return f"there is no setting {key}; did you mean {' or '.join(whole)}?"
+        return f"there is no setting {key}; did you mean {either(whole)}?"
     return f"there is no setting {key}{did_you_mean(key, top)}"

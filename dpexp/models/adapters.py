@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from dpexp.errors import UserError
+from dpexp.errors import UserError, either
 from dpexp.models.structure import blocks, matrix, replace_module, sublayer_outputs
 from dpexp.models.trainable import train_only
 
@@ -78,7 +78,7 @@ def add_adapters(model: nn.Module, peft: PeftConfig, head: list[str]) -> tuple[n
             f"peft.rank={peft.rank}: an adapter needs a bottleneck of at least 1, as in peft.rank=64"
         )
     if peft.placement not in PLACEMENTS:
-        raise UserError(f"peft.placement={peft.placement} is unknown: choose {' or '.join(PLACEMENTS)}")
+        raise UserError(f"peft.placement={peft.placement} is unknown: choose {either(PLACEMENTS)}")
     stack = blocks(model)
     added: list[str] = []
     for block, module in stack.items():

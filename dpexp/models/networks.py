@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from dpexp.errors import UserError, first_line
+from dpexp.errors import UserError, either, first_line
 from dpexp.models.sources import Source, hub, not_found
 from dpexp.models.trainable import head_parameters
 
@@ -272,4 +272,4 @@ def _dropout_fields(config: Any) -> list[str]:
 
 def _close_matches(word: str, choices: Iterable[str]) -> str:
     close = difflib.get_close_matches(word, list(choices), n=3)
-    return f"; did you mean {' or '.join(close)}?" if close else ""
+    return f"; did you mean {either(close)}?" if close else ""

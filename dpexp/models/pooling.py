@@ -18,8 +18,8 @@ from transformers import AutoConfig, AutoModel, PreTrainedModel
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from dpexp.errors import UserError
+from dpexp.schemas.choices import POOLINGS
 
-POOLINGS = ("cls", "mean", "layers")
 HEADS = ("linear", "unbiased", "dense")
 # in the config.json of an exported model
 SETTING, HEAD_SETTING = "dpexp_pooling", "dpexp_head"

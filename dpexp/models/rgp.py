@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from dpexp.errors import UserError
+from dpexp.errors import UserError, either
 from dpexp.models.structure import blocks, input_first, linear_layers, matrix, replace_module
 from dpexp.models.trainable import train_only
 
@@ -152,7 +152,7 @@ def add_carriers(
         UserError: a rank that does not fit, no repeated blocks, or targets that name no linear layer in them.
     """
     if peft.carriers not in CARRIERS:
-        raise UserError(f"peft.carriers={peft.carriers} is unknown: choose {' or '.join(CARRIERS)}")
+        raise UserError(f"peft.carriers={peft.carriers} is unknown: choose {either(CARRIERS)}")
     stack = blocks(model)
     inside = {
         f"{block}.{name}" if name else block: layer

@@ -15,7 +15,7 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
 from dpexp.clipping import Clipper, Report
-from dpexp.errors import UserError
+from dpexp.errors import UserError, either
 from dpexp.pipeline.flat import WAYS, FlatNorms
 from dpexp.pipeline.parking import parked
 from dpexp.pipeline.split import base_of
@@ -40,7 +40,7 @@ def check_schedule(name: str) -> None:
             "group of consecutive blocks, and a clipped sum needs both halves: use runtime.schedule=1f1b or gpipe"
         )
     if name not in SCHEDULES:
-        raise UserError(f"runtime.schedule={name} is not known; choose {' or '.join(SCHEDULES)}")
+        raise UserError(f"runtime.schedule={name} is not known; choose {either(SCHEDULES)}")
     check_pipelining()
 
 

@@ -6,6 +6,8 @@ from __future__ import annotations
 FILTERS = ("disk", "doppler")
 # of `model.family`: made by Hugging Face's transformers
 HUGGING_FACE = ("hf", "minilm", "mpnet", "smollm2", "random_hf")
+# of `model.pooling`: a head on what is pooled of the positions of a text
+POOLINGS = ("cls", "mean", "layers")
 CHOICES: dict[str, tuple[str, ...]] = {
     "task.malformed": ("error", "skip"),
     "task.overlong": ("cut", "error"),
@@ -17,7 +19,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "model.family": (
         *HUGGING_FACE, "cnn", "wide_resnet", "scattering", "timm", "random_timm", "custom",
     ),
-    "model.pooling": ("own", "cls", "mean", "layers"),
+    "model.pooling": ("own", *POOLINGS),
     "model.head": ("linear", "unbiased", "dense"),
     "model.trainable": ("all", "attention+head", "bias", "head"),
     "clip.groups": ("flat", "layer", "block", "device"),

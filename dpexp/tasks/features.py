@@ -23,9 +23,10 @@ from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from dpexp.durable import cache_folder, keep_cached
-from dpexp.errors import UserError
+from dpexp.errors import UserError, either
 from dpexp.models.precision import autocast
 from dpexp.models.trainable import evaluation_mode
+from dpexp.schemas.choices import POOLINGS
 from dpexp.tasks.base import Task, logits_of
 from dpexp.tasks.classes import Classification
 from dpexp.tasks.classification import Examples, TextClassification
@@ -123,7 +124,7 @@ def freeze(
     model = bundle.model
     if not isinstance(task, TextClassification | ImageClassification) or not hasattr(model, "pooled"):
         raise UserError(
-            "model.frozen_features=true needs a text classification and model.pooling=mean, layers or cls, or images and "
+            f"model.frozen_features=true needs a text classification and model.pooling={either(POOLINGS)}, or images and "
             "model=scattering"
         )
     if task.rows_per_example > 1:

@@ -24,6 +24,15 @@ if TYPE_CHECKING:
     from dpexp.privacy.plan import Plan
     from dpexp.schemas import RunConfig
 
+WEIGHTS = "model.pt"
+OF_WEIGHTS = f"""\
+`{WEIGHTS}` holds the weights alone. Build the network as the training did (see the command above), and fill it with them:
+
+```python
+import torch
+network.load_state_dict(torch.load("{WEIGHTS}", map_location="cpu", weights_only=True))
+```"""
+
 
 def export(bundle: "ModelBundle", summary: dict[str, Any], folder: Path, labels: Sequence[str] = ()) -> Path:
     """Write the model, its tokenizer and PRIVACY.md to `folder`.
@@ -55,7 +64,7 @@ def export(bundle: "ModelBundle", summary: dict[str, Any], folder: Path, labels:
     elif callable(save := getattr(model, "save_pretrained", None)):
         save(str(folder))
     else:
-        torch.save(model.state_dict(), folder / "model.pt")
+        torch.save(model.state_dict(), folder / WEIGHTS)
     if callable(save := getattr(bundle.tokenizer, "save_pretrained", None)):
         if (fast := getattr(bundle.tokenizer, "backend_tokenizer", None)) is not None:
             # it keeps the settings of its last call, which cut where a private text was too long and nowhere else
@@ -76,7 +85,9 @@ def write_card(summary: dict[str, Any], folder: Path) -> None:
 
 
 def how_to_load(folder: Path) -> str:
-    """One sentence for whoever is given a model that `from_pretrained` does not read as it was trained; else ""."""
+    """Say it to whoever is given a model that `from_pretrained` does not read as it was trained; else ""."""
+    if (folder / WEIGHTS).exists():
+        return OF_WEIGHTS
     if (folder / adapters.DESCRIPTION).exists():
         return (
             "`dpexp.models.adapters.load_adapters(network, folder)` puts these adapters onto their network."
@@ -246,7 +257,9 @@ def _currency(privacy: dict[str, Any]) -> list[str]:
 
 def _hashes(data: dict[str, Any]) -> str:
     """Of published data alone: a card goes with the model, and the hash of private data tells whether a guess at it is right."""
-    return "" if data["source"] == "own files" else f", SHA-256 {data['sha256']}"
+    if data["source"] == "own files" or not data["sha256"]:
+        return ""
+    return f", SHA-256: {', '.join(f'{split} {digest}' for split, digest in data['sha256'].items())}"
 
 
 def _number(value: float | None) -> str:

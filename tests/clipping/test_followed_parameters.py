@@ -111,6 +111,12 @@ def repeated(self: Any, x: Tensor) -> Tensor:
     return F.linear(scores, self.third.repeat(WIDTH, 1)) + self.out(x).sum(-1, keepdim=True)
 
 
+def names_of_numpys(self: Any, x: Tensor) -> Tensor:
+    """Arguments by the names that numpy has for them, which torch takes, too."""
+    h = torch.add(x1=F.linear(x=self.first(x), weight=self.weight), x2=self.shift)
+    return torch.matmul(a=torch.tanh(h), x2=self.back) + torch.broadcast_to(x=self.shift, size=x.shape)
+
+
 D = WIDTH
 USES: dict[str, nn.Module] = {
     "in place": own(in_place, positions=(1, LENGTH, D), rest=(D,)),
@@ -125,6 +131,7 @@ USES: dict[str, nn.Module] = {
     "time first": own(time_first, positions=(LENGTH + 1, 1, D), gates=(LENGTH // 2, 1, 1)),
     "repeated": own(repeated, table=(5, D), third=(3, 5)),
     "like the batch": own(like_the_batch, scale=(D,), shift=(D,)),
+    "names of numpy's": own(names_of_numpys, weight=(D, D), back=(D, D), shift=(D,)),
     "constant statistics": own(frozen_norm, 2, scale=(D,), shift=(D,)),
 }
 

@@ -80,7 +80,7 @@ MISTAKES = {
     "clip.quantile_budget=0": "must be in (0, 1)",
     "clip.quantile_budget=1": "must be in (0, 1)",
     "clip.target_quantile=1": "must be in (0, 1)",
-    "clip.rule=none": "bounds nothing",
+    "clip.rule=none": "use abadi, automatic, normalized or clip=nonprivate",
     "model=hf": "not given: model.id",
     "data.train=mine.csv": "task=text_classification",
 }

@@ -43,7 +43,7 @@ def test_the_card_says_in_words_what_the_two_numbers_allow():
 def test_the_card_goes_with_the_model_and_has_no_hash_of_private_data():
     written = summary(block())
     written["data"] |= {"sha256": {"train": "c0ffee"}}
-    assert "c0ffee" in privacy_card(written)
+    assert "SHA-256: train c0ffee\n" in privacy_card(written)
     written["data"] |= {"source": "own files"}
     assert "c0ffee" not in privacy_card(written)
 
@@ -91,12 +91,14 @@ def test_the_card_says_how_to_load_what_the_library_would_load_wrongly(tmp_path)
     assert load_pooled(tmp_path / "pooled").pooling == "mean"
 
 
-def test_a_plain_module_is_saved_as_its_state(tmp_path):
-    model = torch.nn.Linear(2, 3)
+def test_a_plain_module_is_saved_as_its_state_and_the_card_says_how_to_load_it(tmp_path, monkeypatch):
+    model, network = torch.nn.Linear(2, 3), torch.nn.Linear(2, 3)
     export(SimpleNamespace(model=model, tokenizer=None), summary(block()), tmp_path / "model")
-    loaded = torch.load(tmp_path / "model" / "model.pt", weights_only=True)
-    assert torch.equal(loaded["weight"], model.weight)
-    assert (tmp_path / "model" / "PRIVACY.md").read_text().startswith("# Privacy of this model")
+    card = (tmp_path / "model" / "PRIVACY.md").read_text()
+    assert card.startswith("# Privacy of this model")
+    monkeypatch.chdir(tmp_path / "model")
+    exec(card.partition("```python\n")[2].partition("```")[0], {"network": network})
+    assert torch.equal(network.weight, model.weight)
 
 
 def test_a_pretrained_model_and_its_tokenizer_save_themselves(tmp_path):

@@ -522,7 +522,14 @@ def test_an_example_of_an_earlier_batch_does_not_enter_the_model(tmp_path):
         train(make(tmp_path), 4, losses=losses)
 
 
-@pytest.mark.parametrize("take", [lambda t, i: t[i], lambda t, i: t.index_select(0, i)])
+@pytest.mark.parametrize(
+    "take",
+    [
+        lambda t, i: t[i],
+        lambda t, i: t.index_select(0, i),
+        lambda t, i: torch.index_select(a=t, axis=0, index=i),
+    ],
+)
 def test_a_batch_in_which_an_example_stands_twice_is_refused(tmp_path, take):
     engine = make(tmp_path)
 

@@ -230,7 +230,7 @@ def _told(
 def _edges(part: Tensor, nodes: Ends) -> Edges | None:
     if part.dim() != 2 or len(part) != 2 or not _is_whole(part) or not part.numel():
         return None
-    numbers = part.long().cpu()
+    numbers = part.long().cpu().contiguous()
     if int(numbers.min()) < 0 or int(numbers.max()) >= nodes.total:
         return None
     source, target = torch.bucketize(numbers, nodes.starts + nodes.sizes, right=True)

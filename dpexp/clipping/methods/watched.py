@@ -14,10 +14,10 @@ from dpexp.clipping.distributed import Sums, deliver
 from dpexp.clipping.given import check_losses, unwritten
 from dpexp.clipping.groups import GroupsSpec
 from dpexp.clipping.reports import Report
-from dpexp.clipping.rules import RULES, known_rule, none, shortened
+from dpexp.clipping.rules import CLIPPING, RULES, known_rule, none, shortened
 from dpexp.clipping.tapping.dataflow import entered
 from dpexp.clipping.tapping.roots import Roots
-from dpexp.errors import UserError
+from dpexp.errors import UserError, either
 
 
 class WatchedClipper(AnyClipper):
@@ -35,7 +35,7 @@ class WatchedClipper(AnyClipper):
 
     def __init__(self, model: nn.Module, groups: GroupsSpec, clip_norm: float, rule: str, **named: Any):
         if known_rule(rule) is none:
-            raise UserError(f"rule={rule!r} bounds nothing here: choose abadi, automatic or normalized")
+            raise UserError(f"rule={rule!r} bounds nothing here: choose {either(CLIPPING)}")
         super().__init__(model, groups, clip_norm, rule, **named)
         self._hook()
 

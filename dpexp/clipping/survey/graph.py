@@ -74,7 +74,7 @@ class Survey:
 
     def curious(self, visit: Visit) -> bool:
         """Tell whether anything is to be proven of the graph behind ``visit``, or looped over: more than one visit of it."""
-        again = _due(self._backwards + 1) or _sequence(visit) not in self._sequences
+        again = layouts.due_for_rows(self._backwards + 1) or _sequence(visit) not in self._sequences
         return bool(
             not self.knows(visit.num_examples)
             or self.looped
@@ -98,7 +98,9 @@ class Survey:
         self._backwards += 1
         sequence = _sequence(visit)
         self._new_sequence = sequence not in self._sequences
-        pending, doubted = self.ownership.pending(visit, _due(self._backwards) or self._new_sequence)
+        pending, doubted = self.ownership.pending(
+            visit, layouts.due_for_rows(self._backwards) or self._new_sequence
+        )
         known_uses, layout = self.knows(visit.num_examples), self.ownership.layout
         waits = not self.looped and self.waiting.begin(visit, pending, doubted)
         if not waits and (pending or not known_uses):
@@ -251,12 +253,6 @@ def _check_returned(visit: Visit) -> None:
     for plain, weighted in zip(*seen, strict=True):
         if not apart([plain[0], weighted[0]], plain[1]):
             raise UserError(f"what the model returns: {MIXED}")
-
-
-def _due(number: int) -> bool:
-    """Tell whether the backward pass of this number proves again what was proven: the rows of the first batch may have been in
-    order by chance, and put in order by something that nobody watches."""
-    return number == 2 or layouts.due(number)
 
 
 def _sequence(visit: Visit) -> int:

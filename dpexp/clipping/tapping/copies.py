@@ -23,7 +23,7 @@ def expansion(call: Call) -> Tensor | None:
     if not rows or not met:
         return None
     leaf = met[0].leaf
-    y = call.func(leaf, *call.args[1:], **{k: v for k, v in call.kwargs.items() if k != "input"})
+    y = call.func(leaf, *call.args[1:], **{k: v for k, v in call.kwargs.items() if v is not value})
     base = (1,) * (y.dim() - leaf.dim()) + tuple(leaf.shape)
     if not y.dim():
         return None

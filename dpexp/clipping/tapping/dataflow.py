@@ -34,8 +34,11 @@ RETURNING = dict(
     __setitem__=2, index_add=3, index_copy=3, index_put=2, index_reduce=3, masked_scatter=2, scatter=3, scatter_add=3,
     scatter_reduce=3, select_scatter=1, slice_scatter=1,
 )  # fmt: skip
-# Operations that pick some rows along a dimension, with its place.
+# What numpy calls arguments: torch takes these names, too.
+NUMPY = dict(x="input", a="input", x1="input", x2="other", axis="dim")
+# Operations that pick some rows along a dimension, with its place; and those that do so along the last one where none is given.
 PICKING = dict(index_select=1, take_along_dim=2, gather=1, sort=1, argsort=1, topk=2, roll=2, flip=1)
+ALONG_THE_LAST = ("sort", "argsort", "topk")
 # Products with a matrix, which may put rows in another order, with how many tensors stand before the matrices.
 PRODUCTS = dict(
     matmul=0, __matmul__=0, __rmatmul__=0, mm=0, bmm=0, mv=0, inner=0, linear=0, sparse_mm=0, _sparse_mm=0, smm=0, hspmm=0,
@@ -43,9 +46,11 @@ PRODUCTS = dict(
 )  # fmt: skip
 # Operations that pick or order rows by their values or lengths, whatever else they are given.
 ORDERING = {"masked_select", "take", "msort", "_pack_padded_sequence", "unique", "unique_consecutive"}
-# Operations that take the rows of a tensor apart, with the place of the dimension among their arguments, and operations that put
-# tensors together to rows, in an order that Python may have made, with the dimension along which they do where none is given.
-CUTTING = dict(unbind=1, select=1, narrow=1, split=2, split_with_sizes=2, chunk=2, tensor_split=2, vsplit=2)
+# Operations that take the rows of a tensor apart, with the place of the dimension among their arguments; those that know the
+# dimension; and operations that put tensors together to rows, in an order that Python may have made, with the dimension along
+# which they do where none is given.
+CUTTING = dict(unbind=1, select=1, narrow=1, split=2, split_with_sizes=2, chunk=2, tensor_split=2)
+CUTTING_ALONG = dict(vsplit=0, hsplit=1)
 JOINING = dict(
     cat=0, concat=0, concatenate=0, stack=0, vstack=0, row_stack=0, pad_sequence=0, hstack=1, column_stack=1, dstack=1
 )  # fmt: skip
@@ -110,9 +115,7 @@ class DataFlow(TorchFunctionMetadataMode):
         kwargs = kwargs or {}
         refuse_lookup(func, args, kwargs)
         result = func(*args, **kwargs)
-        if not args and "input" in kwargs:
-            # the first argument, by its name
-            args, kwargs = (kwargs["input"],), {k: v for k, v in kwargs.items() if k != "input"}
+        args, kwargs = in_order(args, kwargs)
         tensors, made = (
             [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
             for value in ((args, kwargs), result)
@@ -169,7 +172,8 @@ class DataFlow(TorchFunctionMetadataMode):
         if name in ORDERING:
             return FIRST
         if name in PICKING:
-            return NONE.union(*(_size(base, dim) for dim in _dims(args, kwargs, PICKING[name], -1)))
+            dims = _dims(args, kwargs, PICKING[name], -1 if name in ALONG_THE_LAST else 0)
+            return NONE.union(*(_size(base, dim) for dim in dims))
         if name == "repeat_interleave":
             repeats = kwargs.get("repeats", other)
             return FIRST if isinstance(repeats, Tensor) else NONE
@@ -238,6 +242,17 @@ class DataFlow(TorchFunctionMetadataMode):
         return _size(args[0], _dims(args, kwargs, 1, 0)[0])
 
 
+def by_torch_names(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments by the names that torch's documents have for them."""
+    return {NUMPY.get(name, name): item for name, item in kwargs.items()}
+
+
+def in_order(args: Any, kwargs: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Return the arguments of a function with the first one in front, also where it is given by its name."""
+    named = by_torch_names(kwargs)
+    return (args, named) if args or "input" not in named else ((named.pop("input"),), named)
+
+
 def _name(func: Any) -> str:
     """Return the name of a function, without the underscore of those that write to their argument."""
     name: str = getattr(func, "__name__", "")
@@ -280,7 +295,7 @@ def _size(tensor: Tensor, dim: int) -> Sizes:
 
 def _dims(args: Any, kwargs: Any, place: int, default: int) -> list[int]:
     """The dimensions that an operation is given by name, or among its arguments from a place on."""
-    given = next((kwargs[name] for name in ("dim", "dims", "axis") if name in kwargs), args[place:])
+    given = next((kwargs[name] for name in ("dim", "dims") if name in kwargs), args[place:])
     return [leaf for leaf in tree_leaves(given) if type(leaf) is int] or [default]
 
 
@@ -294,6 +309,9 @@ def _cut_along(name: str, args: Any, kwargs: Any) -> int | None:
         dim = next(cut, None)
     elif name in CUTTING and args[0].dim():
         dim = _dims(args, kwargs, CUTTING[name], 0)[0] % args[0].dim()
+    elif name in CUTTING_ALONG:
+        # of a single dimension that one
+        dim = min(CUTTING_ALONG[name], args[0].dim() - 1)
     return args[0].shape[dim] if dim in (0, 1) else None
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from dpexp.clipping.compiling import uncompiled
 from dpexp.clipping.tapping.dataflow import inside_reentrant_checkpoint
@@ -22,8 +23,9 @@ from dpexp.errors import UserError
 
 SITE = "_dpexp_site"
 MOVED = (
-    "{name!r} was taken out of its module after attach (a parametrisation, weight norm, pruning): do that before the clipper or "
-    "the PrivacyEngine is made, to the model as it was before"
+    "{name!r} was taken out of its module after attach, or put back into it (a parametrisation, weight norm, pruning, or the end "
+    "of one): do that before the clipper or the PrivacyEngine is made, or after clipper.detach() or engine.close(), to the model "
+    "as it was before"
 )
 
 
@@ -69,7 +71,7 @@ def install(module: nn.Module, site: Site) -> None:
     """Swap the class of ``module``; its parameters, buffers, hooks and children stay untouched."""
     cls: Any = type(module)
     alone = next(module.children(), None) is None or cls in REWRITTEN
-    made = swapped_class(cls, tuple(site.params), alone)
+    made = swapped_class(cls, tuple(site.params), alone, is_parametrized(module))
     module.__dict__[SITE] = site
     module.__class__ = made
 
@@ -86,13 +88,16 @@ def native_class(module: nn.Module) -> type[nn.Module]:
 
 
 @functools.cache
-def swapped_class(cls: Any, params: tuple[str, ...], with_forward: bool) -> type[nn.Module]:
+def swapped_class(
+    cls: Any, params: tuple[str, ...], with_forward: bool, parametrized: bool
+) -> type[nn.Module]:
     """Return a subclass of ``cls`` with one property per parameter.
 
     Args:
         cls: of the module.
         params: local names.
         with_forward: whether its forward runs as one piece, uncompiled: a module without children, or one that is rewritten.
+        parametrized: whether torch has given ``cls`` a property of its own for a tensor, and may want to delete it.
     """
     body: dict[str, Any] = {local: _property(local) for local in params}
     body |= {"_dpexp_native": cls, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
@@ -102,11 +107,22 @@ def swapped_class(cls: Any, params: tuple[str, ...], with_forward: bool) -> type
     if not hasattr(cls, "__deepcopy__"):
         body["__deepcopy__"] = _deepcopy
     kind: Any = type(cls)
+    kind = _keeping(kind) if parametrized else kind
     # an author's `__init_subclass__` is not to hear of it: it belongs in no registry, and has no keywords
     heard = hasattr(cls.__init_subclass__, "__func__")
     made = kind(cls.__name__, (nn.Module if heard else cls,), body)
     made.__bases__ = (cls,)
     return made
+
+
+@functools.cache
+def _keeping(kind: Any) -> Any:
+    """Return a kind of classes that nothing is deleted from."""
+
+    def delete(cls: type, name: str) -> None:
+        raise UserError(MOVED.format(name=f"{cls.__name__}.{name}"))
+
+    return type(kind.__name__, (kind,), {"__delattr__": delete})
 
 
 def _property(local: str) -> property:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from dpexp.clipping.gradients import Grouped, Outer, PerExampleGradient, Pulled, merge, numerics
 from dpexp.clipping.gradients.numerics import by_example
-from dpexp.clipping.tapping.dataflow import NONE, Sizes
+from dpexp.clipping.tapping.dataflow import NONE, Sizes, by_torch_names
 
 # Roles of an operation on followed values. USE is followed by a digit for every other tensor: 1 for one of the batch.
 USE = "use"
@@ -141,7 +141,7 @@ class Formula:
 
     def bind(self, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return the given arguments by name."""
-        named = {self.keywords.get(name, name): item for name, item in kwargs.items()}
+        named = {self.keywords.get(name, name): item for name, item in by_torch_names(kwargs).items()}
         return dict(zip(self.names, args, strict=False)) | named
 
     def main(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -162,8 +162,8 @@ class Formula:
         """Return the positions and keywords of the arguments that the gradients depend on; None for all of them."""
         given = self.bind(args, kwargs)
         wanted = self.reads({name for name, item in given.items() if is_one_of(item, values)})
-        keywords = {keyword for keyword, name in self.keywords.items() if name in wanted}
-        return {i for i, name in enumerate(self.names[: len(args)]) if name in wanted} | wanted | keywords
+        keywords = {keyword for keyword in kwargs if wanted.intersection(self.bind((), {keyword: None}))}
+        return {i for i, name in enumerate(self.names[: len(args)]) if name in wanted} | keywords
 
     def reads(self, valued: set[str]) -> set[str]:
         """Return the arguments that the gradients of the arguments ``valued`` depend on."""

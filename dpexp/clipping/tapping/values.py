@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpexp.clipping.tapping.dataflow import NONE, Sizes
+from dpexp.clipping.tapping.dataflow import NONE, Sizes, in_order
 from dpexp.clipping.tapping.roots import has_16_bits, nodes_behind
 from dpexp.clipping.tapping.taps import Recorder
 from dpexp.clipping.tapping.uses import Value
@@ -47,7 +47,8 @@ class Call:
     @property
     def first(self) -> Any:
         """The first argument, also where it is given by its name."""
-        return self.args[0] if self.args else self.kwargs.get("input")
+        args, _ = in_order(self.args, self.kwargs)
+        return args[0] if args else None
 
 
 def operation_key(func: Any, values: Sequence[Any]) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from dpexp.errors import UserError
+from dpexp.errors import UserError, either
 from dpexp.importing import imported
 from dpexp.schemas.choices import CHOICES, FILTERS
 from dpexp.training.optimizers.adadp import ADADP
@@ -119,4 +119,6 @@ def learning_rate(step: int, steps: int, peak: float, schedule: str, warmup_rati
         return peak * (steps - step) / max(1, steps - warmup)
     if schedule == "cosine":
         return peak * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup))) / 2
-    raise UserError(f"optim.lr_schedule={schedule!r} is not known: choose constant, linear or cosine")
+    raise UserError(
+        f"optim.lr_schedule={schedule!r} is not known: choose {either(CHOICES['optim.lr_schedule'])}"
+    )

@@ -18,7 +18,8 @@ from torch import nn
 from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, Subset
 
 from dpexp.clipping.refusals import refuse_lazy
-from dpexp.errors import UserError, did_you_mean
+from dpexp.clipping.rules import CLIPPING
+from dpexp.errors import UserError, did_you_mean, either
 from dpexp.privacy.plan_checks import steps_of
 from dpexp.privacy.schedules import Schedule
 from dpexp.privacy.sensitivity import ALLOCATIONS
@@ -304,7 +305,7 @@ def check_rule(rule: str, allocation: str) -> None:
     if allocation not in ALLOCATIONS:
         raise UserError(f"allocation={allocation!r} is not known; choose {', '.join(ALLOCATIONS)}")
     if rule == "none":
-        raise UserError('rule="none" clips nothing, and noise would hide nothing: choose abadi or automatic')
+        raise UserError(f'rule="none" clips nothing, and noise would hide nothing: choose {either(CLIPPING)}')
 
 
 def checked_schedule(schedule: str | Mapping[str, Any]) -> Schedule:

@@ -12,7 +12,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from dpexp.clipping.independence.chance import Chance, WithoutChance
 from dpexp.clipping.operations.others import BROADCASTING
-from dpexp.clipping.tapping.dataflow import FEW, in_place
+from dpexp.clipping.tapping.dataflow import FEW, in_order, in_place
 from dpexp.errors import UntoldError
 from dpexp.training.watching.lines import PLAIN, Line, Number, Slot, address_of, name_of, storage_of
 from dpexp.training.watching.owned import Owned
@@ -125,7 +125,7 @@ class Tape:
                 self._sizes.note(len(self.lines), name, n)
         autocast = (kind, torch.get_autocast_dtype(kind)) if on else None
         whole = self.numbers.get(given[0]._base) if given[0]._base is not None else None
-        repeats = self._repeats(func, args)
+        repeats = self._repeats(name, *in_order(args, kwargs))
         return Line(func, slots, [], autocast, torch.is_grad_enabled(), counted, repeats, whole)
 
     def add(self, line: Line, made: list[Tensor]) -> None:
@@ -253,12 +253,14 @@ class Tape:
             # rows that the loop has made in Python, as of lengths, may be alike in one batch
             return [Number(value[0].item(), error, tensor.numel() > 1 and tensor not in self.numbers)]
 
-    def _repeats(self, func: Any, args: Any) -> bool:
+    def _repeats(self, name: str, args: Any, kwargs: Any) -> bool:
         """Whether as many rows as there are examples are taken, and some of them twice."""
-        if name_of(func) not in ("__getitem__", "index_select") or args[0] not in self._known.private:
+        if name not in ("__getitem__", "index_select") or args[0] not in self._known.private:
             return False
-        rows, index = len(args[0]) if args[0].dim() else 0, args[-1]
+        names = ("dim", "index") if name == "index_select" else ("index",)
+        given = dict(zip(names, args[1:], strict=False)) | kwargs
+        rows, index = len(args[0]) if args[0].dim() else 0, given["index"]
         index = index[0] if isinstance(index, tuple) and len(index) == 1 else index
-        along = name_of(func) == "__getitem__" or args[1] == 0
+        along = given.get("dim", 0) == 0
         takes = along and rows == self._examples and isinstance(index, Tensor) and index.shape == (rows,)
         return takes and index.dtype != torch.bool and len(index.unique()) < rows
