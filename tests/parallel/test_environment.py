@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from dpexp.errors import UserError
 from dpexp.parallel import environment, joined
@@ -56,6 +57,23 @@ def test_processes_that_share_one_gpu_are_refused(
     with pytest.raises(UserError, match="process 1 of this machine finds 1 GPUs"), joined():
         pass
     assert not chosen
+
+
+def test_one_process_of_torchrun_wraps_its_model_as_several_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun goes on with fewer processes than it began with, and the script is the same."""
+    here = {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "0",
+        "TORCHELASTIC_RUN_ID": "none",
+    }
+    for name, value in here.items():
+        monkeypatch.setenv(name, value)
+    with joined("cpu") as ranks:
+        assert not ranks.several
+        DistributedDataParallel(torch.nn.Linear(2, 2))
+    assert not torch.distributed.is_initialized()
 
 
 def test_a_numbered_gpu_is_for_one_process(chosen: list[int], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -507,7 +507,7 @@ class PrivacyEngine:
         if again > self._again and self.ranks.writes:
             warnings.warn(
                 f"step {self.steps_taken} was charged a second time: since the interruption something has changed (code, data, "
-                "machine, threads, physical batch size), and it drew a fresh sample and fresh noise. "
+                "machine, threads, number of processes, physical batch size), and it drew a fresh sample and fresh noise. "
                 f"Epsilon is {upwards(self.epsilon())} so far",
                 stacklevel=3,
             )
