@@ -108,7 +108,8 @@ def train(run: RunConfig, folder: Path, console: Console, ranks: Ranks = ALONE) 
     trials, law = ranks.once(lambda: statement.trials_of(run, folder / "config.yaml"))
     run = replace(run, trials=trials, trials_law=law)
     settings = to_dict(run)
-    ranks.agree("the configuration", settings)
+    # a machine may have its copy of the data, and its cache, in a place of its own; the data themselves are compared below
+    ranks.agree("the configuration", settings | {"data": settings["data"] | {"root": None, "cache": None}})
     text = yaml.safe_dump(settings, sort_keys=False, allow_unicode=True)
     ranks.once(lambda: write_atomic(folder / "config.yaml", text))
     if run.runtime.parallel == "fsdp" and not all(ranks.gather((folder / "config.yaml").exists())):

@@ -55,7 +55,14 @@ def test_a_folder_that_not_all_machines_see_is_refused_before_anything_is_charge
     assert not list(tmp_path.rglob("ledger.jsonl"))
 
 
-STAGES = [*SMALL, *STAGED, *CASES["adaptive"], "optim.steps=4", "engine.choice=rule", "runtime.checkpoint_every=10"]
+STAGES = [
+    *SMALL,
+    *STAGED,
+    *CASES["adaptive"],
+    "optim.steps=4",
+    "engine.choice=rule",
+    "runtime.checkpoint_every=10",
+]
 EARLY = "runtime.checkpoint_every=2"
 WHOLE, SHARDED = ([*DIGITS, f"runtime={name}"] for name in ("ddp", "fsdp"))
 often = pytest.mark.skipif(not os.environ.get("DPEXP_ALL_RANKS"), reason="many lives: make test-ranks")
@@ -127,7 +134,9 @@ MICROBATCHES = ["clip=microbatch", "clip.microbatch=2", "optim.batch_size=10", "
 
 
 def run_of_microbatches(ranks: Ranks, folder: Path) -> dict:
-    return trained(ranks, folder, [*MICROBATCHES, "runtime=ddp"])
+    # each machine may have its cache in a place of its own
+    cache = f"data.cache={folder}/cache of {ranks.rank}"
+    return trained(ranks, folder, [*MICROBATCHES, cache, "runtime=ddp"])
 
 
 def test_each_process_clips_whole_microbatches(tmp_path: Path) -> None:
