@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 
 import torch
@@ -13,7 +13,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from dpexp.errors import UserError
 from dpexp.parallel.meeting import fresh
-from dpexp.parallel.ranks import ALONE, Ranks, said_who_is_gone
+from dpexp.parallel.ranks import ALONE, Ranks, ToldElsewhere, said_who_is_gone
 
 # A rank waits so long for the others: while rank 0 reads the data, or one of them measures its engine.
 TIMEOUT = timedelta(minutes=30)
@@ -94,6 +94,11 @@ def joined(device: str = "auto") -> Iterator[Ranks]:
     try:
         with said_who_is_gone():
             yield current()
+    except ToldElsewhere:
+        # torchrun ends all as soon as one has ended, also a rank 0 that has not yet said why
+        with suppress(UserError):
+            current().broadcast()
+        raise
     finally:
         _known.clear()
         dist.destroy_process_group()
