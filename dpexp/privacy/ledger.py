@@ -20,8 +20,9 @@ sample follow, and is charged again.
 Where groups of examples have budgets of their own, the event of a line is one for each group (`events.GroupEvents`).
 
 Several processes that train together have one ledger: rank 0 reads and writes the file, and every other rank keeps its own copy
-in memory, from the lines that rank 0 sends. It checks the signature of each, that it continues what it knows, and that it is the
-charge that it has computed itself; no rank goes on before all have done so."""
+in memory, from the lines that rank 0 sends. None begins where one of them finds charges under that name that rank 0 does not.
+Each rank checks the signature of each line, that it continues what the rank knows, and that it is the charge that the rank has
+computed itself; no rank goes on before all have done so."""
 
 from __future__ import annotations
 
