@@ -108,11 +108,12 @@ def train(run: RunConfig, folder: Path, console: Console, ranks: Ranks = ALONE) 
     trials, law = ranks.once(lambda: statement.trials_of(run, folder / "config.yaml"))
     run = replace(run, trials=trials, trials_law=law)
     settings = to_dict(run)
-    ranks.agree("the configuration", settings)
+    # a machine may have its copy of the data, and its cache, in a place of its own; the data themselves are compared below
+    ranks.agree("the configuration", settings | {"data": settings["data"] | {"root": None, "cache": None}})
     text = yaml.safe_dump(settings, sort_keys=False, allow_unicode=True)
     ranks.once(lambda: write_atomic(folder / "config.yaml", text))
     if run.runtime.parallel == "fsdp" and not all(ranks.gather((folder / "config.yaml").exists())):
-        raise UserError(
+        raise ranks.told_once(
             f"not all processes see {folder}, and with runtime=fsdp each writes its part of a checkpoint there: choose a folder "
             "that all machines see with runtime.runs_dir, or runtime=ddp, of which rank 0 alone writes"
         )
@@ -163,7 +164,7 @@ def train(run: RunConfig, folder: Path, console: Console, ranks: Ranks = ALONE) 
     trainer, outcome = trained(
         run, task, learner, folder, console, keys, trainer_for(run, build), ranks=ranks
     )
-    refuse_divergence(run, outcome)
+    ranks.once(lambda: refuse_divergence(run, outcome))
     summary = ranks.once(lambda: summarise(run, trainer, outcome, bundle))
     trainer.detach()
 

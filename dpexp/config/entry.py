@@ -122,7 +122,8 @@ def hydra_entry(
                     _overruled(settings, overrides),
                     _unread_threshold(settings, overrides),
                 ):
-                    if note:
+                    # of several processes the first one says it
+                    if note and os.environ.get("RANK", "0") == "0":
                         print(f"note: {note}", file=sys.stderr)
                 return function(settings)
             except Exception as error:

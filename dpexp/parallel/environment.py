@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 
 import torch
@@ -13,7 +13,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from dpexp.errors import UserError
 from dpexp.parallel.meeting import fresh
-from dpexp.parallel.ranks import ALONE, Ranks, said_who_is_gone
+from dpexp.parallel.ranks import ALONE, Ranks, ToldElsewhere, said_who_is_gone
 
 # A rank waits so long for the others: while rank 0 reads the data, or one of them measures its engine.
 TIMEOUT = timedelta(minutes=30)
@@ -50,6 +50,8 @@ def given_one_gpu() -> bool:
 def joined(device: str = "auto") -> Iterator[Ranks]:
     """Join the other processes that torchrun has started, for as long as the context lasts; alone without torchrun.
 
+    One process that torchrun has started gets a group of its own: a script wraps its model whatever their number.
+
     A process group that exists already is used, and left alone. On GPUs, each process of a machine takes the one with its local
     number, or the only one that it was given.
 
@@ -69,11 +71,11 @@ def joined(device: str = "auto") -> Iterator[Ranks]:
         with said_who_is_gone():
             yield current()
         return
-    if started_by_torchrun() == 1:
+    if together == 1 and "TORCHELASTIC_RUN_ID" not in os.environ:
         yield ALONE
         return
-    gpu = device == "cuda" or (device == "auto" and torch.cuda.is_available())
-    if gpu:
+    gpu = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
+    if gpu and together > 1:
         local, there = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
         if there == 1 and given_one_gpu():
             local = 0
@@ -92,6 +94,11 @@ def joined(device: str = "auto") -> Iterator[Ranks]:
     try:
         with said_who_is_gone():
             yield current()
+    except ToldElsewhere:
+        # torchrun ends all as soon as one has ended, also a rank 0 that has not yet said why
+        with suppress(UserError):
+            current().broadcast()
+        raise
     finally:
         _known.clear()
         dist.destroy_process_group()

@@ -28,7 +28,7 @@ MESSAGE_BYTES = 1 << 20
 
 
 class ToldElsewhere(UserError):
-    """An error that rank 0 has met and prints; the others end with it, and say nothing."""
+    """An error that rank 0 prints; the others end with it, and say nothing."""
 
     told = True
 
@@ -91,6 +91,10 @@ class Ranks:
             dist.all_gather_object(found, value, group=self.control)
         return found
 
+    def told_once(self, text: str) -> UserError:
+        """Make the error that all ranks raise together; rank 0 prints it."""
+        return UserError(text) if self.writes else ToldElsewhere(text)
+
     def once(self, function: Callable[[], T]) -> T:
         """Run a function on rank 0 alone, and return its result everywhere.
 
@@ -130,7 +134,7 @@ class Ranks:
         """
         asked, found = map(list, zip(*self.gather((what, value)), strict=True))
         if strays := [rank for rank, theirs in enumerate(asked) if theirs != asked[0]]:
-            raise UserError(
+            raise self.told_once(
                 f"rank {strays[0]} has come to {asked[strays[0]]}, and rank 0 to {asked[0]}: all processes must go through the "
                 "same loop, and make the same calls"
             )
@@ -148,7 +152,7 @@ class Ranks:
             names.append(next(name for name in ours | theirs if ours.get(name) != theirs.get(name)))
             theirs, ours = theirs.get(names[-1]), ours.get(names[-1])
         what += f" ({'.'.join(names)})" if names else ""
-        raise UserError(
+        raise self.told_once(
             f"{what} of rank {odd} differs from that of rank 0: {_short(theirs)}, and not {_short(ours)}. All processes of a run "
             "must be started with the same program, settings, data and libraries"
         )

@@ -34,8 +34,8 @@ def ranks_of(wrappers: Sequence[DistributedDataParallel]) -> Ranks:
             return Ranks.of(group)
     if started_by_torchrun() > 1 and not torch.distributed.is_initialized():
         raise UserError(
-            f"torchrun has started {started_by_torchrun()} processes that do not know each other yet: call "
-            "torch.distributed.init_process_group() before PrivacyEngine(...)"
+            f"torchrun has started {started_by_torchrun()} processes that do not know each other yet: put the script into "
+            "`with dpexp.parallel.joined():`, or call torch.distributed.init_process_group() before PrivacyEngine(...)"
         )
     return current()
 

@@ -20,8 +20,9 @@ sample follow, and is charged again.
 Where groups of examples have budgets of their own, the event of a line is one for each group (`events.GroupEvents`).
 
 Several processes that train together have one ledger: rank 0 reads and writes the file, and every other rank keeps its own copy
-in memory, from the lines that rank 0 sends. It checks the signature of each, that it continues what it knows, and that it is the
-charge that it has computed itself; no rank goes on before all have done so."""
+in memory, from the lines that rank 0 sends. None begins where one of them finds charges under that name that rank 0 does not.
+Each rank checks the signature of each line, that it continues what the rank knows, and that it is the charge that the rank has
+computed itself; no rank goes on before all have done so."""
 
 from __future__ import annotations
 
@@ -214,8 +215,24 @@ class Ledger:
         except OSError as error:
             raise UserError(f"cannot read the ledger {self.path}: {error.strerror}") from None
 
+    def _of_all(self, ranks: Ranks) -> bytes:
+        """Return what rank 0 has in its file; of what another rank has in the file of that name, it must be the continuation.
+
+        Where each machine has a disk of its own, and rank 0 was another machine before, the charges of that time are not in
+        the file of the present rank 0.
+        """
+        content = ranks.once(self._content)
+        own = content if ranks.writes else self._content()
+        known = content.startswith(own[: own.rfind(b"\n") + 1])
+        if strays := [rank for rank, known_there in enumerate(ranks.gather(known)) if not known_there]:
+            raise ranks.told_once(
+                f"rank {strays[0]} finds charges in {self.path} that rank 0 does not find there: its machine has another folder "
+                "of that name, in which this run has released something. Give all machines one folder, that with these charges"
+            )
+        return content
+
     def _read(self) -> None:
-        content = self._content() if self.ranks is None else self.ranks.once(self._content)
+        content = self._content() if self.ranks is None else self._of_all(self.ranks)
         lines = content.split(b"\n")
         unfinished = lines.pop()
         for number, line in enumerate(lines, start=1):

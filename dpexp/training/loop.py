@@ -107,7 +107,7 @@ class Trainer(Learner):
         tensors, optimizer = self.states()
         here = [part_here(tensor)[0] for tensor in tensors.values()]
         if broken := max(self.ranks.gather(sum(not bool(torch.isfinite(part).all()) for part in here))):
-            raise UserError(
+            raise self.ranks.told_once(
                 f"the run diverged: after step {self.step} {broken} of its {len(tensors)} tensors hold NaN or infinity. No "
                 f"model was exported, and the steps stay charged: lower optim.lr={self.run.optim.lr:g}"
             )

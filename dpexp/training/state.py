@@ -40,7 +40,7 @@ from dpexp.durable import (
     read_json,
     write_json,
 )
-from dpexp.errors import UserError
+from dpexp.errors import UserError, first_line
 from dpexp.parallel import Ranks
 from dpexp.parallel.sharded import like, write_into
 from dpexp.parallel.shards import is_sharded
@@ -317,16 +317,30 @@ def save_together(folder: Path, checkpoint: Checkpoint, ranks: Ranks) -> None:
     """`save_checkpoint` by rank 0; of a sharded model each rank writes its own part (`torch.distributed.checkpoint`).
 
     All ranks call it.
+
+    Raises:
+        UserError: some rank could not write its part; the last checkpoint stays as it was.
     """
     if not any(map(is_sharded, checkpoint.model.values())):
         ranks.once(lambda: save_checkpoint(folder, checkpoint))
         return
+    from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.state_dict_saver import save
 
     tensors, states = _tensors_of(checkpoint)
     parts = folder / f"{ranks.once(lambda: _free_name(folder, checkpoint.step))}.parts"
     ranks.once(lambda: shutil.rmtree(parts, ignore_errors=True))
-    save(tensors, checkpoint_id=str(parts), process_group=ranks.control)
+    try:
+        save(tensors, checkpoint_id=str(parts), process_group=ranks.control)
+    except CheckpointException as error:
+        # raised on all ranks alike; it is no Exception
+        rank, (reason, _) = next(iter(error.failures.items()))
+        if not isinstance(reason, OSError | RuntimeError):
+            raise
+        raise ranks.told_once(
+            f"rank {rank} could not write its part of a checkpoint to {parts} ({first_line(reason)}); the checkpoint before is "
+            "good. If the disk is full, free some space; run the same command again to go on"
+        ) from error
     # the pointer moves once all parts are on the disk, where the next rank 0 finds them
     ranks.once(lambda: _refuse_missing(parts))
     ranks.once(lambda: flush_folder(parts))

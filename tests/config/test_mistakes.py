@@ -2,6 +2,7 @@
 
 import dataclasses
 import operator
+import os
 import typing
 
 import pytest
@@ -392,10 +393,10 @@ main()
 """
 
 
-def call(folder, *arguments):
+def call(folder, *arguments, **environment):
     script = folder.parent / "script.py"
     script.write_text(SCRIPT)
-    return called(script, *arguments, cwd=folder)
+    return called(script, *arguments, cwd=folder, before=lambda: os.environ.update(environment))
 
 
 def test_a_run_leaves_nothing_of_hydras_behind(tmp_path):
@@ -509,6 +510,14 @@ def test_a_borrowed_learning_rate_and_a_threshold_that_nobody_reads_are_noted(tm
     done = call(tmp_path, "clip=flat", *words)
     assert done.returncode == 0, done.stderr
     assert done.stderr.startswith(f"note: {noted}") if noted else not done.stderr
+
+
+def test_the_first_of_several_processes_notes_something_for_all(tmp_path):
+    words = ("task=sst2", "clip=adaptive_flat", "clip.clip_norm=0.3")
+    first, second = (call(tmp_path, *words, RANK=rank, WORLD_SIZE="2") for rank in "01")
+    assert first.stderr.count("note: ") == 1
+    assert second.returncode == 0
+    assert second.stderr == ""
 
 
 def test_a_multirun_gives_each_job_its_folder_and_outlives_a_failed_one(tmp_path):

@@ -13,12 +13,12 @@ from dpexp import train
 from dpexp.config import compose, run_folder
 from dpexp.errors import UserError
 from dpexp.parallel import ALONE, Ranks
-from dpexp.training import release, steps
+from dpexp.training import steps
 from dpexp.training.loop import Trainer
 from dpexp.training.stages import StageTrainer
 from tests.commands import called
 from tests.parallel.pool import run_ranks
-from tests.pipeline.test_training import SMALL, numbered_noise, trained
+from tests.pipeline.test_training import CASES, SMALL, STAGED, trained
 from tests.versions import needs_torch
 
 DYING = Path(__file__).with_name("dying.py")
@@ -35,9 +35,9 @@ def charged_in(folder: Path) -> list[tuple[int, int]]:
     return [(line["step"], line["attempt"]) for line in map(json.loads, lines)]
 
 
-def whole_run(ranks: Ranks, folder: Path) -> None:
-    release.add_gaussian_ = numbered_noise()
-    train.run_together(compose([*DIGITS, "runtime=ddp", f"runtime.runs_dir={folder}"]), ranks)
+def run_of(ranks: Ranks, folder: Path, cache: str, settings: list[str]) -> None:
+    os.environ["DPEXP_CACHE"] = cache
+    train.run_together(compose([*settings, f"runtime.runs_dir={folder}"]), ranks)
 
 
 def each_to_its_own_disk(ranks: Ranks, folder: Path) -> str:
@@ -55,28 +55,56 @@ def test_a_folder_that_not_all_machines_see_is_refused_before_anything_is_charge
     assert not list(tmp_path.rglob("ledger.jsonl"))
 
 
-def test_torchrun_starts_all_ranks_again_when_one_dies(tmp_path: Path) -> None:
-    """Rank 1 is killed behind the third charge, before any checkpoint: three steps are repeated, none is charged twice.
+STAGES = [
+    *SMALL,
+    *STAGED,
+    *CASES["adaptive"],
+    "optim.steps=4",
+    "engine.choice=rule",
+    "runtime.checkpoint_every=10",
+]
+EARLY = "runtime.checkpoint_every=2"
+WHOLE, SHARDED = ([*DIGITS, f"runtime={name}"] for name in ("ddp", "fsdp"))
+often = pytest.mark.skipif(not os.environ.get("DPEXP_ALL_RANKS"), reason="many lives: make test-ranks")
 
-    A step is charged once because its sum is the same to the last bit in both lives.
+
+@pytest.mark.parametrize(
+    ("settings", "kills"),
+    [
+        pytest.param(WHOLE, "0:1:charge:3", id="whole"),
+        pytest.param([*SHARDED, EARLY], "0:1:part:1", id="sharded", marks=needs_torch(2, 15)),
+        pytest.param([*STAGES, EARLY], "0:0:line:4", id="staged", marks=needs_torch(2, 14)),
+        pytest.param([*WHOLE, EARLY], "0:0:line:1,1:1:noise:2,2:0:pointer:2", id="whole, often", marks=often),
+        pytest.param([*SHARDED, EARLY], "0:0:line:1,1:1:noise:2,2:0:part:2,3:0:pointer:1", id="sharded, often", marks=often),
+        pytest.param([*STAGES, EARLY], "0:1:charge:1,1:1:noise:2,2:0:pointer:2", id="staged, often", marks=often),
+    ],
+)  # fmt: skip
+def test_torchrun_starts_all_ranks_again_when_one_dies(
+    tmp_path: Path, settings: list[str], kills: str
+) -> None:
+    """Steps are repeated from the last checkpoint, or from the beginning, and none is charged twice.
+
+    A step is charged once because its sum is the same to the last bit in all lives.
     """
+    count = kills.count(",") + 1
     # lives that are forked need not import everything again
     done = called(
-        "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1", "--start-method=fork", "--run-path",
-        str(DYING), *DIGITS, "runtime=ddp", f"runtime.runs_dir={tmp_path / 'died'}", cwd=tmp_path,
+        "torch.distributed.run", "--standalone", "--nproc-per-node=2", f"--max-restarts={count}",
+        "--start-method=fork", "--run-path", str(DYING), kills, *settings, f"runtime.runs_dir={tmp_path / 'died'}", cwd=tmp_path,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stderr.count("killed: ") == count
     (tmp_path / "ranks").mkdir()
-    run_ranks(2, tmp_path / "ranks", whole_run, tmp_path / "lived")
+    run_ranks(2, tmp_path / "ranks", run_of, tmp_path / "lived", os.environ["DPEXP_CACHE"], settings)
     died, lived = tmp_path / "died", tmp_path / "lived"
     assert charged_in(died) == charged_in(lived) == [(step, 0) for step in range(4)]
     ends, expected = (json.loads(next(run.rglob("summary.json")).read_text()) for run in (died, lived))
     assert ends["privacy"]["epsilon"] == expected["privacy"]["epsilon"]
     assert ends["details"]["processes"] == 2
-    weights = torch.load(next(lived.rglob("model.pt")))
-    for name, tensor in torch.load(next(died.rglob("model.pt"))).items():
-        assert torch.equal(tensor, weights.pop(name)), name
-    assert not weights
+    files = [sorted(path.relative_to(run) for path in run.rglob("*")) for run in (died, lived)]
+    assert files[0] == files[1]
+    exported = next(path for pattern in ("model.pt", "*.safetensors") for path in lived.rglob(pattern))
+    assert (died / exported.relative_to(lived)).read_bytes() == exported.read_bytes()
 
 
 ADAM = [
@@ -106,7 +134,9 @@ MICROBATCHES = ["clip=microbatch", "clip.microbatch=2", "optim.batch_size=10", "
 
 
 def run_of_microbatches(ranks: Ranks, folder: Path) -> dict:
-    return trained(ranks, folder, [*MICROBATCHES, "runtime=ddp"])
+    # each machine may have its cache in a place of its own
+    cache = f"data.cache={folder}/cache of {ranks.rank}"
+    return trained(ranks, folder, [*MICROBATCHES, cache, "runtime=ddp"])
 
 
 def test_each_process_clips_whole_microbatches(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from dp_accounting import GaussianDpEvent
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
@@ -15,6 +16,7 @@ from dpexp import PrivacyEngine, provenance, record
 from dpexp.clipping import attach
 from dpexp.errors import UserError
 from dpexp.parallel import Ranks
+from dpexp.privacy.ledger import Ledger
 from dpexp.privacy.sampling import PoissonSampler
 from dpexp.training import release
 from dpexp.training.batching import physical_batches
@@ -303,6 +305,40 @@ def test_ranks_that_draw_several_samples_are_refused_before_anything_is_charged(
     for told in run_ranks(2, tmp_path, draws_otherwise, tmp_path / "run"):
         assert "step 0 (sample) of rank 1 differs" in told
     assert not (tmp_path / "run" / "ledger.jsonl").exists()
+
+
+def with_files_of_their_own(ranks: Ranks, folder: Path, found: str, elsewhere: str) -> int | str:
+    """Read the ledger where rank 0 finds a file, and the machine of rank 1 has another one of that name."""
+    path = folder / f"machine {ranks.rank}" / "ledger.jsonl"
+    path.parent.mkdir(parents=True)
+    path.write_text(found if ranks.writes else elsewhere)
+    try:
+        return Ledger(path, b"k" * 32, ranks).steps_charged
+    except UserError as error:
+        return str(error)
+
+
+def told_by_files(ranks: Ranks, folder: Path, cases: list[tuple[str, str]]) -> list[int | str]:
+    return [with_files_of_their_own(ranks, folder / str(n), *case) for n, case in enumerate(cases)]
+
+
+def test_charges_that_rank_0_does_not_see_are_missed_by_the_others(tmp_path: Path):
+    """Each machine has a disk of its own, and after a restart rank 0 is another machine: it would begin from nothing."""
+    ledger = Ledger(tmp_path / "ledger.jsonl", b"k" * 32)
+    for step in range(3):
+        ledger.begin_step(step, GaussianDpEvent(1.0), f"sum {step}")
+    whole, (first, *_) = ledger.path.read_text(), ledger.path.read_text().splitlines(keepends=True)
+    torn, another = first + '{"step": 1, "att', first.replace('"step": 0', '"step": 1')
+    rightly = [(whole, ""), (whole, first), (whole, torn), (whole, whole)]
+    behind = [("", first), (first, whole), (whole, another)]
+    (tmp_path / "ranks").mkdir()
+    for rank, told in enumerate(
+        run_ranks(2, tmp_path / "ranks", told_by_files, tmp_path, [*rightly, *behind])
+    ):
+        assert told[: len(rightly)] == [3] * len(rightly)
+        for said in told[len(rightly) :]:
+            assert "rank 1 finds charges in " in str(said), rank
+            assert "that rank 0 does not find there" in str(said)
 
 
 def first_part(ranks: Ranks, folder: Path, case: Case):

@@ -65,6 +65,8 @@ def test_what_ranks_tell_each_other(tmp_path: Path):
     assert first["failed first"] == first["failed"]
     assert second["failed first"] == second["failed"]
     assert [first["first"], second["first"]] == ["done by 0", "done by 1"]
+    # one of them prints it
+    assert [first["differ"][0], second["differ"][0]] == [UserError, ToldElsewhere]
     for found in (first, second):
         assert found["broadcast"] == {"from": 0}
         assert found["gather"] == [0, 1]

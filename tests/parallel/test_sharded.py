@@ -1,5 +1,6 @@
 """Models that `fully_shard` has cut: sums, weights, noise and checkpoints are those of one process."""
 
+import errno
 import os
 from contextlib import nullcontext
 from pathlib import Path
@@ -286,6 +287,29 @@ def test_a_sharded_run_in_a_folder_of_each_machine_is_refused_before_the_first_s
         assert "rank 0 cannot see __1_0.distcp of another rank in run/checkpoint/state-0.parts" in told
     assert not (tmp_path / "sharded" / "machine 0" / "run" / "ledger.jsonl").exists()
     assert run_ranks(2, tmp_path, each_to_its_own_disk, tmp_path / "whole", None) == [1, 1]
+
+
+def without_room(ranks: Ranks, folder: Path) -> str:
+    """The disk of rank 1 is full when it writes its part of the first checkpoint."""
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+    def full(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    if not ranks.writes:
+        FileSystemWriter.write_data = full
+    with pytest.raises(UserError) as caught:
+        run(Case(), folder, shard)
+    return str(caught.value)
+
+
+def test_a_part_of_a_checkpoint_that_a_full_disk_does_not_take_is_told_in_words(tmp_path: Path):
+    """What torch raises then is no Exception, and would pass by all that speaks to a person."""
+    (tmp_path / "ranks").mkdir()
+    for told in run_ranks(2, tmp_path / "ranks", without_room, tmp_path / "run"):
+        assert told.startswith("rank 1 could not write its part of a checkpoint to")
+        assert "No space left on device" in told
+    assert not (tmp_path / "run" / "checkpoint" / "latest.json").exists()
 
 
 def sized(ranks: Ranks, folder: Path) -> int:

@@ -48,8 +48,8 @@ class PrivacyEngine:
     also by kill -9, and ends with the same weights; a folder of other data, another model or other settings is refused. Once
     nothing is left to do, `dpexp.privacy.keys.delete_key(folder)` makes the noise irretrievable.
 
-    Under torchrun the same script trains on all processes together, once it has called
-    `torch.distributed.init_process_group()`: each computes its share of every batch (docs/many_processes.md). The folder is
+    Under torchrun the same script trains on all processes together, within
+    ``with dpexp.parallel.joined():``: each computes its share of every batch (docs/many_processes.md). The folder is
     rank 0's; a run may go on with another number of processes.
 
     Args:

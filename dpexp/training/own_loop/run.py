@@ -203,7 +203,7 @@ class OwnRun:
             plan = self.planned.plan
             warnings.warn(
                 f"step {taken} was charged a second time: since the interruption something has changed (code, data, "
-                "machine, threads, physical batch size), and it drew a fresh sample and fresh noise. "
+                "machine, threads, number of processes, physical batch size), and it drew a fresh sample and fresh noise. "
                 f"Epsilon is {upwards(self.ledger.epsilon(plan.delta, plan.accountant))} so far",
                 stacklevel=3,
             )
