@@ -374,17 +374,45 @@ class RunningMean:
             found = engine.model(x) * (1 + self.mean.square().sum())
         if self.where == "in place":
             self.mean.mul_(0.9).add_(x.mean(0))
+        elif self.where == "as .data":
+            self.mean.data.mul_(0.9).add_(x.mean(0))
+        elif self.where == "as a part of .data":
+            self.mean.data[2:].lerp_(x.mean(0)[2:], 0.1)
+        elif self.where == "detached":
+            self.mean.detach().copy_(0.9 * self.mean + x.mean(0))
+        elif self.where == "as new .data":
+            self.mean.data = 0.9 * self.mean + x.mean(0)
         else:
             self.mean = 0.9 * self.mean + x.mean(0)
         return cross_entropy(found, y, reduction="none")
 
 
 @pytest.mark.parametrize("size", [4, 1])
-@pytest.mark.parametrize("where", ["before", "behind", "in place"])
+@pytest.mark.parametrize(
+    "where",
+    ["before", "behind", "in place", "as .data", "as a part of .data", "detached", "as new .data"],
+)
 def test_what_an_earlier_batch_has_left_behind_is_refused(tmp_path, where, size):
     engine = make(tmp_path)
     with pytest.raises(UserError, match="an earlier batch has left behind"):
         train(engine, size, losses=RunningMean(where))
+    assert engine.ledger.steps_charged == 0
+
+
+@pytest.mark.parametrize("part", [slice(None), slice(1, None)])
+def test_what_is_written_by_way_of_another_tensor_is_a_mixture_all_the_same(tmp_path, part):
+    """The mean of a batch in its own losses."""
+    mean = torch.zeros(3)
+
+    def losses(engine, batch):
+        found = engine.model(batch[0])
+        mean.data.mul_(0.9)
+        mean.data[part] += found.detach().mean(0)[part]
+        return cross_entropy(found, batch[1], reduction="none") + (found - mean).square().sum(1)
+
+    engine = make(tmp_path)
+    with pytest.raises(UserError, match="the loop mixes examples"):
+        train(engine, 60, losses=losses)
     assert engine.ledger.steps_charged == 0
 
 

@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
 
 from dpexp.clipping.tapping.dataflow import in_place
 from dpexp.clipping.tapping.following import Followed
@@ -39,6 +41,31 @@ LIKE = {"to", "type_as", "expand_as", "view_as", "reshape_as"}
 ADDING = {"index_add", "scatter_add", "scatter_reduce", "index_reduce"}
 # the last one: a parameter, as it is read within a module of an attached model
 PLAIN = (Tensor, nn.Parameter, Followed)
+
+
+class Marks(WeakIdKeyDictionary):
+    """Tensors, and all that lies where one of them was written to: ``t.data`` and ``t.detach()`` are other tensors than ``t``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # known for as long as it is referred to here: no other storage takes its number
+        self._storages: dict[int, StorageWeakRef] = {}
+
+    def mark_written(self, tensor: Tensor) -> None:
+        """Add a tensor, and what shares its memory."""
+        self[tensor] = None
+        if address_of(tensor):
+            storage = StorageWeakRef(tensor.untyped_storage())
+            self._storages[storage.cdata] = storage
+
+    def shares_memory(self, tensor: Any) -> bool:
+        """Whether a tensor lies where another one was written to."""
+        if not self._storages or not isinstance(tensor, Tensor) or not address_of(tensor):
+            return False
+        return tensor.untyped_storage()._cdata in self._storages and not super().__contains__(tensor)
+
+    def __contains__(self, tensor: Any) -> bool:
+        return super().__contains__(tensor) or self.shares_memory(tensor)
 
 
 @dataclass(frozen=True)
@@ -113,6 +140,17 @@ def version_of(tensor: Tensor) -> int:
 def address_of(tensor: Tensor) -> int:
     """Where a tensor begins; 0 where it has no place of its own."""
     return tensor.data_ptr() if type(tensor) in PLAIN and storage_of(tensor) else 0
+
+
+def lie_of(tensor: Tensor) -> tuple[Any, ...]:
+    """What is equal of two tensors that are one in all but their names, as ``t.data`` and ``t`` are."""
+    return (
+        tensor.untyped_storage()._cdata,
+        tensor.storage_offset(),
+        tensor.shape,
+        tensor.stride(),
+        tensor.dtype,
+    )
 
 
 def storage_of(tensor: Tensor) -> int:

@@ -14,7 +14,17 @@ from dpexp.clipping.independence.chance import Chance, WithoutChance
 from dpexp.clipping.operations.others import BROADCASTING
 from dpexp.clipping.tapping.dataflow import FEW, in_place
 from dpexp.errors import UntoldError
-from dpexp.training.watching.lines import PLAIN, Line, Number, Slot, address_of, name_of, storage_of
+from dpexp.training.watching.lines import (
+    PLAIN,
+    Line,
+    Marks,
+    Number,
+    Slot,
+    address_of,
+    lie_of,
+    name_of,
+    storage_of,
+)
 from dpexp.training.watching.owned import Owned
 from dpexp.training.watching.places import Place, Places, is_order
 from dpexp.training.watching.sizes import Sizes
@@ -43,17 +53,21 @@ class Known:
         told: what ranks have told each other, which other examples are in.
     """
 
-    def __init__(self, before: WeakIdKeyDictionary, own: Owned, data: Iterable[Tensor] = ()):
-        self.private, self.before = WeakIdKeyDictionary(), before
+    def __init__(self, before: Marks, own: Owned, data: Iterable[Tensor] = ()):
+        self.private, self.before = Marks(), before
         self.rowed, self.returned = WeakIdKeyDictionary(), WeakIdKeyDictionary()
         self.within, self.told = WeakIdKeyDictionary(), WeakIdKeyDictionary()
         self.listed = WeakIdKeyDictionary()
         self._own = own
         self._data = [(t.data_ptr(), t.data_ptr() + t.nbytes) for t in data if t.is_contiguous()]
 
-    def mark(self, tensor: Any) -> None:
-        """Remember that a tensor holds values of the batch."""
-        if type(tensor) in PLAIN and tensor not in self._own:
+    def mark(self, tensor: Any, written: bool = False) -> None:
+        """Remember that a tensor holds values of the batch; ``written``: and so does what else lies in its memory."""
+        if type(tensor) not in PLAIN or tensor in self._own:
+            return
+        if written:
+            self.private.mark_written(tensor)
+        else:
             self.private[tensor] = None
 
     def is_old(self, tensor: Tensor) -> bool:
@@ -100,6 +114,8 @@ class Tape:
         self.old: set[int] = set()
         self.table, self.sure = "", True
         self._count = self._bytes = 0
+        # what was written to -> its number, which is that of whatever lies there by another name (t.data of t)
+        self._twins: dict[Any, int] = {}
 
     def line_of(self, func: Any, args: Any, kwargs: Any, given: list[Tensor]) -> Line:
         """A call and what it is given, which is held as it is now.
@@ -125,6 +141,10 @@ class Tape:
         autocast = (kind, torch.get_autocast_dtype(kind)) if on else None
         whole = self.numbers.get(given[0]._base) if given[0]._base is not None else None
         repeats = self._repeats(func, args)
+        if in_place(func, kwargs):
+            for tensor in (given[0], given[0]._base):
+                if tensor is not None and tensor in self.numbers and address_of(tensor):
+                    self._twins[lie_of(tensor)] = self.numbers[tensor]
         return Line(func, slots, [], autocast, torch.is_grad_enabled(), counted, repeats, whole)
 
     def add(self, line: Line, made: list[Tensor]) -> None:
@@ -198,6 +218,13 @@ class Tape:
     def _number(self, tensor: Tensor) -> int:
         """The number of a tensor; what was made elsewhere is held."""
         if tensor not in self.numbers:
+            if tensor not in self._known.rowed and self._known.private.shares_memory(tensor):
+                if (twin := self._twins.get(lie_of(tensor))) is None:
+                    raise UntoldError(
+                        "values of the batch were written to a part of a tensor by way of another one"
+                    )
+                self.numbers[tensor] = twin
+                return twin
             self.numbers[tensor] = self._count = self._count + 1
             with torch._C.DisableTorchFunctionSubclass():
                 self.held[self._count] = tensor.detach()

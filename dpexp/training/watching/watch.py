@@ -17,6 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from dpexp.clipping.survey.layouts import due
 from dpexp.errors import UserError
+from dpexp.training.watching.lines import Marks
 from dpexp.training.watching.padded import Padding
 from dpexp.training.watching.redone import Mixture, told_by
 from dpexp.training.watching.trace import UNUSED, Trace
@@ -82,7 +83,7 @@ class LossWatch:
         # what was found in this batch
         self._refused: UserError | None = None
         # of the batch that was watched last: its tensors, and what was made of them
-        self._before = WeakIdKeyDictionary()
+        self._before = Marks()
 
     def begin(
         self,
