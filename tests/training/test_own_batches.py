@@ -452,6 +452,31 @@ def test_a_memory_that_is_used_once_it_is_full_is_refused_at_the_sixteenth_batch
     assert 0 < engine.steps_taken < engine.steps
 
 
+class MixesLater:
+    """A collate function with a switch."""
+
+    mixes = False
+
+    def __call__(self, rows):
+        x, y = default_collate(rows)
+        return (mixed_up(x) if self.mixes else x), y
+
+
+@pytest.mark.parametrize("where", ["loop", "collate_fn"])
+def test_what_a_second_epoch_begins_is_refused_at_its_first_batch(tmp_path, where):
+    engine, collate_fn = make(tmp_path, steps=40), MixesLater()
+    train(engine, 4, steps=15, collate_fn=collate_fn)
+    collate_fn.mixes = where == "collate_fn"
+
+    def losses(engine, batch):
+        x = mixed_up(batch[0]) if where == "loop" else batch[0]
+        return cross_entropy(engine.model(x), batch[1], reduction="none")
+
+    with pytest.raises(UserError, match="mixes examples"):
+        train(engine, 4, losses=losses, collate_fn=collate_fn)
+    assert engine.steps_taken == 15
+
+
 def test_what_is_left_behind_when_the_step_is_taken_is_refused(tmp_path):
     centres, engine = [torch.zeros(3)], make(tmp_path)
 
@@ -1054,9 +1079,49 @@ def test_a_data_set_that_mixes_rows_one_by_one_is_refused(tmp_path, name, make):
             refuse_other_rows(dataset)
 
 
+def blended_with_the_last(rows, i):
+    last, rows.last = vars(rows).get("last", rows.x[i]), rows.x[i]
+    return 0.7 * rows.x[i] + 0.3 * last
+
+
+def less_a_running_mean(rows, i):
+    return rows.x[i] - rows.mean.lerp_(rows.x[i], 0.1)
+
+
+def beside_the_first_of_its_class(rows, i):
+    return rows.x[i], rows.kept.setdefault(i % 2, rows.x[i])
+
+
 @pytest.mark.parametrize(
     "make",
     [
+        blended_with_the_last,
+        less_a_running_mean,
+        beside_the_first_of_its_class,
+        lambda rows, i: rows.x[i] * len(rows.words.append(i) or rows.words),
+    ],
+)
+def test_a_data_set_that_remembers_what_it_has_read_is_refused(make):
+    rows = OneByOne(make)
+    rows.mean, rows.words = torch.zeros(3), []
+    for dataset in (rows, torch.utils.data.Subset(rows, range(10, 30))):
+        with pytest.raises(UserError, match="once it has read others"):
+            refuse_other_rows(dataset)
+    assert not rows.mean.any()
+    assert not rows.words
+    refuse_other_rows(rows, users=["one"] * 40)
+
+
+def counted(rows, i):
+    rows.size, rows.kept["reads"] = 40, rows.kept.get("reads", 0) + 1
+    return rows.x[i]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        counted,
+        lambda rows, i: rows.x[i] + rows.own.normal(),
         lambda rows, i: rows.x[i] + torch.randn(3),
         lambda rows, i: (rows.x[rows.order[i]], rows.pictures[rows.order[i]], rows.frame["text"][i]),
         # of one length with the data set by chance: a table of words, or of positions
