@@ -452,6 +452,51 @@ def test_a_memory_that_is_used_once_it_is_full_is_refused_at_the_sixteenth_batch
     assert 0 < engine.steps_taken < engine.steps
 
 
+def behind(norm, engine, x, y):
+    with torch.no_grad():
+        norm.train()(engine.model(x))
+    return cross_entropy(norm.eval()(engine.model(x)), y, reduction="none")
+
+
+def later(norm, engine, x, y):
+    losses = cross_entropy(norm.eval()(engine.model(x)), y, reduction="none")
+    norm.train()(engine.model(x).detach())
+    return losses
+
+
+def in_front(norm, engine, x, y):
+    losses = cross_entropy(engine.model(norm.eval()(x)), y, reduction="none")
+    norm.train()(x)
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("use", "norm", "words"),
+    [
+        (behind, nn.BatchNorm1d(3, affine=False), "the loop mixes examples"),
+        # whose backward uses the statistics as they are by then
+        (later, nn.BatchNorm1d(3, affine=False), "the loop mixes examples"),
+        (in_front, nn.BatchNorm1d(10, affine=False), "an earlier batch has left behind"),
+        (in_front, nn.BatchNorm1d(10).requires_grad_(False), "an earlier batch has left behind"),
+    ],
+)
+def test_running_statistics_of_a_norm_beside_the_model_are_means_of_batches(tmp_path, use, norm, words):
+    engine = make(tmp_path)
+    with pytest.raises(UserError, match=words):
+        train(engine, 20, losses=lambda engine, batch: use(norm, engine, *batch))
+    assert engine.steps_taken <= 1
+
+
+def test_public_statistics_of_a_norm_beside_the_model_are_constants(tmp_path):
+    norm = nn.BatchNorm1d(10)
+    norm(torch.randn(50, 10))
+    norm.requires_grad_(False).eval()
+    engine = make(tmp_path)
+    train(engine, 20, losses=lambda engine, batch: losses_of(engine, (norm(batch[0]), batch[1])))
+    assert engine.finished
+    assert not engine.clipper.notes
+
+
 class MixesLater:
     """A collate function with a switch."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Set
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -35,6 +36,8 @@ READING_SHAPES = {
     "get_device",
     "__hash__",
 }
+# norms that keep means of what goes through them
+RUNNING = {"batch_norm", "instance_norm"}
 # what they return holds values of their first argument alone, and may be that argument itself
 LIKE = {"to", "type_as", "expand_as", "view_as", "reshape_as"}
 # what rows belong to is told, and those of each are added up
@@ -91,17 +94,24 @@ class Line:
     repeats: bool = False
     # of what it has written to a part of, the number
     whole: int | None = None
+    # running statistics, which it writes and does not use
+    kept: Set[int] = frozenset()
+
+    @cached_property
+    def slots(self) -> list[int]:
+        """The numbers of the tensors among its arguments."""
+        return [leaf.number for leaf in tree_leaves(self.given) if isinstance(leaf, Slot)]
 
     @cached_property
     def uses(self) -> list[int]:
-        """The numbers of the tensors among its arguments."""
-        return [leaf.number for leaf in tree_leaves(self.given) if isinstance(leaf, Slot)]
+        """The numbers of those that decide what it returns."""
+        return [number for number in self.slots if number not in self.kept]
 
     @property
     def written(self) -> list[int]:
         """The numbers of what it has returned, of the first argument where that was written to, and of what that is a part of."""
         if not in_place(self.func, self.given[1]):
-            return self.made
+            return [*self.made, *self.kept]
         return [*self.made, *self.uses[:1], *([] if self.whole is None else [self.whole])]
 
 
@@ -130,6 +140,16 @@ def values_of(func: Any, given: list[Tensor]) -> list[Tensor]:
     """The arguments of a function whose values are in what it returns."""
     name = name_of(func)
     return given[1:] if name in SHAPES else given[:1] if name in LIKE else given
+
+
+def running(func: Any, args: Any, kwargs: Any, given: list[Tensor]) -> list[Tensor]:
+    """The running statistics that a norm beside the model writes, though no version of a tensor says so: means over the batch."""
+    if name_of(func) not in RUNNING:
+        return []
+    asked = [kwargs[name] for name in ("training", "use_input_stats") if name in kwargs]
+    if not (asked or [*args[5:6], False])[0]:
+        return []
+    return [t for t in given[1:] if type(t) is Tensor]
 
 
 def version_of(tensor: Tensor) -> int:

@@ -23,6 +23,7 @@ from dpexp.training.watching.lines import (
     address_of,
     lie_of,
     name_of,
+    running,
     storage_of,
 )
 from dpexp.training.watching.owned import Owned
@@ -130,6 +131,9 @@ class Tape:
                 if storage_of(held) == storage_of(given[0]):
                     self.held[number] = held.clone()
                     self.written.add(number)
+        kept = {self.numbers[t] for t in running(func, args, kwargs, given)}
+        self.held |= {number: self.held[number].clone() for number in kept & self.held.keys()}
+        self.written |= kept
         kind = given[0].device.type
         on = torch.is_autocast_enabled(kind)
         numbers = [Number(n) for n in tree_leaves((args, kwargs)) if type(n) in (int, float)]
@@ -145,7 +149,7 @@ class Tape:
             for tensor in (given[0], given[0]._base):
                 if tensor is not None and tensor in self.numbers and address_of(tensor):
                     self._twins[lie_of(tensor)] = self.numbers[tensor]
-        return Line(func, slots, [], autocast, torch.is_grad_enabled(), counted, repeats, whole)
+        return Line(func, slots, [], autocast, torch.is_grad_enabled(), counted, repeats, whole, kept)
 
     def add(self, line: Line, made: list[Tensor]) -> None:
         """Write down a call that was made, and what it returned.
@@ -186,7 +190,7 @@ class Tape:
         leaves = {n: there[n].detach().requires_grad_() for n in by}
         there |= leaves
         there |= {n: there[n].clone() for n in self.written if n in there}
-        last = {used: i for i, line in enumerate(self.lines) for used in line.uses}
+        last = {used: i for i, line in enumerate(self.lines) for used in line.slots}
         cuda = [t.device for t in there.values() if t.is_cuda][:1]
         with torch.random.fork_rng(cuda), torch.set_grad_enabled(bool(by)), WithoutChance(Chance()) as chance:
             for i, line in enumerate(self.lines):
@@ -199,7 +203,7 @@ class Tape:
                     result = line.func(*args, **kwargs)
                 made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
                 there.update(zip(line.made, made, strict=True))
-                for used in line.uses:
+                for used in line.slots:
                     if last[used] == i and used != number:
                         there.pop(used, None)
             found = there[number]

@@ -29,6 +29,7 @@ from dpexp.training.watching.lines import (
     Marks,
     Number,
     name_of,
+    running,
     values_of,
     version_of,
 )
@@ -286,7 +287,7 @@ class Trace(TorchFunctionMode):
         # what is written to is noted as it was
         line = (
             None
-            if opaque or not in_place(func, kwargs)
+            if opaque or not (in_place(func, kwargs) or running(func, args, kwargs, given))
             else self._tried(self.tape.line_of, func, args, kwargs, given)
         )
         result = self._followed(func, args, kwargs, given)
@@ -319,7 +320,7 @@ class Trace(TorchFunctionMode):
             self.sizes.add_count(result)
             for tensor in tree_leaves(result):
                 self.known.mark(tensor)
-            for tensor in _written(func, kwargs, given):
+            for tensor in (*_written(func, kwargs, given), *running(func, args, kwargs, given)):
                 self.known.mark(tensor, written=True)
         return result
 
@@ -366,7 +367,7 @@ class Trace(TorchFunctionMode):
         result = func(*args, **kwargs)
         if old:
             self.known.before.update({t: None for t in tree_leaves(result) if type(t) in PLAIN})
-            for tensor in _written(func, kwargs, given):
+            for tensor in (*_written(func, kwargs, given), *running(func, args, kwargs, given)):
                 if type(tensor) in PLAIN:
                     self.known.before.mark_written(tensor)
         return result
