@@ -186,6 +186,20 @@ def test_a_file_in_the_place_of_the_folder_gets_one_sentence(tmp_path):
         make(tmp_path / "file")
 
 
+def test_a_relative_folder_stays_where_it_was_when_the_process_goes_elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    engine = train(make("run"), steps=1)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    other = train(make("run"), steps=1)
+    train(engine)
+    assert engine.finished
+    assert [
+        len((tmp_path / at / "run/ledger.jsonl").read_text().splitlines()) for at in (".", "elsewhere")
+    ] == [6, 1]
+    other.close()
+
+
 def test_checkpoints_elsewhere_may_be_named_by_text(tmp_path):
     engine = train(make(tmp_path / "run"), steps=2)
     engine.save(str(tmp_path / "early"))

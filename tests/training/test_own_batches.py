@@ -374,17 +374,45 @@ class RunningMean:
             found = engine.model(x) * (1 + self.mean.square().sum())
         if self.where == "in place":
             self.mean.mul_(0.9).add_(x.mean(0))
+        elif self.where == "as .data":
+            self.mean.data.mul_(0.9).add_(x.mean(0))
+        elif self.where == "as a part of .data":
+            self.mean.data[2:].lerp_(x.mean(0)[2:], 0.1)
+        elif self.where == "detached":
+            self.mean.detach().copy_(0.9 * self.mean + x.mean(0))
+        elif self.where == "as new .data":
+            self.mean.data = 0.9 * self.mean + x.mean(0)
         else:
             self.mean = 0.9 * self.mean + x.mean(0)
         return cross_entropy(found, y, reduction="none")
 
 
 @pytest.mark.parametrize("size", [4, 1])
-@pytest.mark.parametrize("where", ["before", "behind", "in place"])
+@pytest.mark.parametrize(
+    "where",
+    ["before", "behind", "in place", "as .data", "as a part of .data", "detached", "as new .data"],
+)
 def test_what_an_earlier_batch_has_left_behind_is_refused(tmp_path, where, size):
     engine = make(tmp_path)
     with pytest.raises(UserError, match="an earlier batch has left behind"):
         train(engine, size, losses=RunningMean(where))
+    assert engine.ledger.steps_charged == 0
+
+
+@pytest.mark.parametrize("part", [slice(None), slice(1, None)])
+def test_what_is_written_by_way_of_another_tensor_is_a_mixture_all_the_same(tmp_path, part):
+    """The mean of a batch in its own losses."""
+    mean = torch.zeros(3)
+
+    def losses(engine, batch):
+        found = engine.model(batch[0])
+        mean.data.mul_(0.9)
+        mean.data[part] += found.detach().mean(0)[part]
+        return cross_entropy(found, batch[1], reduction="none") + (found - mean).square().sum(1)
+
+    engine = make(tmp_path)
+    with pytest.raises(UserError, match="the loop mixes examples"):
+        train(engine, 60, losses=losses)
     assert engine.ledger.steps_charged == 0
 
 
@@ -422,6 +450,76 @@ def test_a_memory_that_is_used_once_it_is_full_is_refused_at_the_sixteenth_batch
     with pytest.raises(UserError, match="an earlier batch has left behind"):
         train(engine, 8, losses=losses)
     assert 0 < engine.steps_taken < engine.steps
+
+
+def behind(norm, engine, x, y):
+    with torch.no_grad():
+        norm.train()(engine.model(x))
+    return cross_entropy(norm.eval()(engine.model(x)), y, reduction="none")
+
+
+def later(norm, engine, x, y):
+    losses = cross_entropy(norm.eval()(engine.model(x)), y, reduction="none")
+    norm.train()(engine.model(x).detach())
+    return losses
+
+
+def in_front(norm, engine, x, y):
+    losses = cross_entropy(engine.model(norm.eval()(x)), y, reduction="none")
+    norm.train()(x)
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("use", "norm", "words"),
+    [
+        (behind, nn.BatchNorm1d(3, affine=False), "the loop mixes examples"),
+        # whose backward uses the statistics as they are by then
+        (later, nn.BatchNorm1d(3, affine=False), "the loop mixes examples"),
+        (in_front, nn.BatchNorm1d(10, affine=False), "an earlier batch has left behind"),
+        (in_front, nn.BatchNorm1d(10).requires_grad_(False), "an earlier batch has left behind"),
+    ],
+)
+def test_running_statistics_of_a_norm_beside_the_model_are_means_of_batches(tmp_path, use, norm, words):
+    engine = make(tmp_path)
+    with pytest.raises(UserError, match=words):
+        train(engine, 20, losses=lambda engine, batch: use(norm, engine, *batch))
+    assert engine.steps_taken <= 1
+
+
+def test_public_statistics_of_a_norm_beside_the_model_are_constants(tmp_path):
+    norm = nn.BatchNorm1d(10)
+    norm(torch.randn(50, 10))
+    norm.requires_grad_(False).eval()
+    engine = make(tmp_path)
+    train(engine, 20, losses=lambda engine, batch: losses_of(engine, (norm(batch[0]), batch[1])))
+    assert engine.finished
+    assert not engine.clipper.notes
+
+
+class MixesLater:
+    """A collate function with a switch."""
+
+    mixes = False
+
+    def __call__(self, rows):
+        x, y = default_collate(rows)
+        return (mixed_up(x) if self.mixes else x), y
+
+
+@pytest.mark.parametrize("where", ["loop", "collate_fn"])
+def test_what_a_second_epoch_begins_is_refused_at_its_first_batch(tmp_path, where):
+    engine, collate_fn = make(tmp_path, steps=40), MixesLater()
+    train(engine, 4, steps=15, collate_fn=collate_fn)
+    collate_fn.mixes = where == "collate_fn"
+
+    def losses(engine, batch):
+        x = mixed_up(batch[0]) if where == "loop" else batch[0]
+        return cross_entropy(engine.model(x), batch[1], reduction="none")
+
+    with pytest.raises(UserError, match="mixes examples"):
+        train(engine, 4, losses=losses, collate_fn=collate_fn)
+    assert engine.steps_taken == 15
 
 
 def test_what_is_left_behind_when_the_step_is_taken_is_refused(tmp_path):
@@ -1033,9 +1131,49 @@ def test_a_data_set_that_mixes_rows_one_by_one_is_refused(tmp_path, name, make):
             refuse_other_rows(dataset)
 
 
+def blended_with_the_last(rows, i):
+    last, rows.last = vars(rows).get("last", rows.x[i]), rows.x[i]
+    return 0.7 * rows.x[i] + 0.3 * last
+
+
+def less_a_running_mean(rows, i):
+    return rows.x[i] - rows.mean.lerp_(rows.x[i], 0.1)
+
+
+def beside_the_first_of_its_class(rows, i):
+    return rows.x[i], rows.kept.setdefault(i % 2, rows.x[i])
+
+
 @pytest.mark.parametrize(
     "make",
     [
+        blended_with_the_last,
+        less_a_running_mean,
+        beside_the_first_of_its_class,
+        lambda rows, i: rows.x[i] * len(rows.words.append(i) or rows.words),
+    ],
+)
+def test_a_data_set_that_remembers_what_it_has_read_is_refused(make):
+    rows = OneByOne(make)
+    rows.mean, rows.words = torch.zeros(3), []
+    for dataset in (rows, torch.utils.data.Subset(rows, range(10, 30))):
+        with pytest.raises(UserError, match="once it has read others"):
+            refuse_other_rows(dataset)
+    assert not rows.mean.any()
+    assert not rows.words
+    refuse_other_rows(rows, users=["one"] * 40)
+
+
+def counted(rows, i):
+    rows.size, rows.kept["reads"] = 40, rows.kept.get("reads", 0) + 1
+    return rows.x[i]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        counted,
+        lambda rows, i: rows.x[i] + rows.own.normal(),
         lambda rows, i: rows.x[i] + torch.randn(3),
         lambda rows, i: (rows.x[rows.order[i]], rows.pictures[rows.order[i]], rows.frame["text"][i]),
         # of one length with the data set by chance: a table of words, or of positions

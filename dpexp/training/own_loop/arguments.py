@@ -188,7 +188,7 @@ class Numbers(SimpleNamespace):
 
 
 def checked_folder(folder: Any) -> Path:
-    """Return the folder of a run as a path.
+    """Return the folder of a run as a path, which stays the same one where the process goes to another folder.
 
     Raises:
         UserError: it is none, or a file has its name.
@@ -198,7 +198,7 @@ def checked_folder(folder: Any) -> Path:
             f'folder={folder!r} is not the name of a folder: give one, such as folder="runs/mine"'
         )
     try:
-        path = Path(folder).expanduser()
+        path = Path(folder).expanduser().absolute()
         is_file = path.exists() and not path.is_dir()
     except (OSError, RuntimeError, ValueError) as error:
         # a name that is too long, a home that is nobody's

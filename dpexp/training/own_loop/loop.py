@@ -106,6 +106,8 @@ class OwnLoop:
         facts = self.facts(physical_batch_size=size, by_length=length is not None)
         length = None if length is None else self.units.length(length)
         self._present = present = object()
+        if self._watch.begin_loop():
+            self._collation.forget()
         try:
             while self.steps.taken < last:
                 self.refuse_wrappers()

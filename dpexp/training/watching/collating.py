@@ -57,6 +57,10 @@ class Collation:
         self.clipper, self.ordered = clipper, ordered
         self._known: Collate | None = None
 
+    def forget(self) -> None:
+        """Look at the next collate function, also where it is the one that was looked at: a switch may have been turned."""
+        self._known = None
+
     def of(
         self, collate_fn: Collate, examples: list[Any], units: int, alone: bool, read: Read | None = None
     ) -> Any:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Set
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
 
 from dpexp.clipping.tapping.dataflow import in_place
 from dpexp.clipping.tapping.following import Followed
@@ -33,12 +36,39 @@ READING_SHAPES = {
     "get_device",
     "__hash__",
 }
+# norms that keep means of what goes through them
+RUNNING = {"batch_norm", "instance_norm"}
 # what they return holds values of their first argument alone, and may be that argument itself
 LIKE = {"to", "type_as", "expand_as", "view_as", "reshape_as"}
 # what rows belong to is told, and those of each are added up
 ADDING = {"index_add", "scatter_add", "scatter_reduce", "index_reduce"}
 # the last one: a parameter, as it is read within a module of an attached model
 PLAIN = (Tensor, nn.Parameter, Followed)
+
+
+class Marks(WeakIdKeyDictionary):
+    """Tensors, and all that lies where one of them was written to: ``t.data`` and ``t.detach()`` are other tensors than ``t``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # known for as long as it is referred to here: no other storage takes its number
+        self._storages: dict[int, StorageWeakRef] = {}
+
+    def mark_written(self, tensor: Tensor) -> None:
+        """Add a tensor, and what shares its memory."""
+        self[tensor] = None
+        if address_of(tensor):
+            storage = StorageWeakRef(tensor.untyped_storage())
+            self._storages[storage.cdata] = storage
+
+    def shares_memory(self, tensor: Any) -> bool:
+        """Whether a tensor lies where another one was written to."""
+        if not self._storages or not isinstance(tensor, Tensor) or not address_of(tensor):
+            return False
+        return tensor.untyped_storage()._cdata in self._storages and not super().__contains__(tensor)
+
+    def __contains__(self, tensor: Any) -> bool:
+        return super().__contains__(tensor) or self.shares_memory(tensor)
 
 
 @dataclass(frozen=True)
@@ -64,17 +94,24 @@ class Line:
     repeats: bool = False
     # of what it has written to a part of, the number
     whole: int | None = None
+    # running statistics, which it writes and does not use
+    kept: Set[int] = frozenset()
+
+    @cached_property
+    def slots(self) -> list[int]:
+        """The numbers of the tensors among its arguments."""
+        return [leaf.number for leaf in tree_leaves(self.given) if isinstance(leaf, Slot)]
 
     @cached_property
     def uses(self) -> list[int]:
-        """The numbers of the tensors among its arguments."""
-        return [leaf.number for leaf in tree_leaves(self.given) if isinstance(leaf, Slot)]
+        """The numbers of those that decide what it returns."""
+        return [number for number in self.slots if number not in self.kept]
 
     @property
     def written(self) -> list[int]:
         """The numbers of what it has returned, of the first argument where that was written to, and of what that is a part of."""
         if not in_place(self.func, self.given[1]):
-            return self.made
+            return [*self.made, *self.kept]
         return [*self.made, *self.uses[:1], *([] if self.whole is None else [self.whole])]
 
 
@@ -105,6 +142,16 @@ def values_of(func: Any, given: list[Tensor]) -> list[Tensor]:
     return given[1:] if name in SHAPES else given[:1] if name in LIKE else given
 
 
+def running(func: Any, args: Any, kwargs: Any, given: list[Tensor]) -> list[Tensor]:
+    """The running statistics that a norm beside the model writes, though no version of a tensor says so: means over the batch."""
+    if name_of(func) not in RUNNING:
+        return []
+    asked = [kwargs[name] for name in ("training", "use_input_stats") if name in kwargs]
+    if not (asked or [*args[5:6], False])[0]:
+        return []
+    return [t for t in given[1:] if type(t) is Tensor]
+
+
 def version_of(tensor: Tensor) -> int:
     """How often a tensor was written to, where that is counted."""
     return 0 if tensor.is_inference() else tensor._version
@@ -113,6 +160,17 @@ def version_of(tensor: Tensor) -> int:
 def address_of(tensor: Tensor) -> int:
     """Where a tensor begins; 0 where it has no place of its own."""
     return tensor.data_ptr() if type(tensor) in PLAIN and storage_of(tensor) else 0
+
+
+def lie_of(tensor: Tensor) -> tuple[Any, ...]:
+    """What is equal of two tensors that are one in all but their names, as ``t.data`` and ``t`` are."""
+    return (
+        tensor.untyped_storage()._cdata,
+        tensor.storage_offset(),
+        tensor.shape,
+        tensor.stride(),
+        tensor.dtype,
+    )
 
 
 def storage_of(tensor: Tensor) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Hashable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, MutableMapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,14 +20,23 @@ from dpexp.training.watching.collating import generators_kept
 EXAMPLES, TIMES = 8, 2
 # parts of an attribute that are looked at: the columns of a table, and no table of words
 FEW = 64
+# bytes of a running mean, of which each copy of a data set has its own
+SMALL = 1 << 16
 # the numbers of later examples, and rows that are kept for them, stay what they are
-_KEPT = (random.Random, np.random.Generator, np.random.RandomState, MutableMapping, list)
+_GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
+_KEPT = (*_GENERATORS, MutableMapping, list)
 READS_OTHERS = (
     "the data set makes one example of several rows: another row of its {name} changes it (mixup, CutMix or mosaic in "
     "__getitem__, a partner, a negative, a neighbour in time). What somebody gave would then be in the gradients of other "
     "examples too, and move more than one clipped gradient. Make each example of its own row alone, and take what stands beside "
     "it from public rows; let one example be all that belongs together, with no row in two of them; or say whose each row is "
     "(users=, unit=user)"
+)
+REMEMBERS = (
+    "the data set makes something else of the same row, and the same random numbers, once it has read others: it keeps something "
+    "of them (the row before, a running mean, the first row of a class, a counter). What somebody gave would then be in the "
+    "gradients of other examples too, and move more than one clipped gradient. Make each example of its own row alone, by its "
+    "number and random numbers of torch, numpy or random"
 )
 
 
@@ -44,20 +53,20 @@ def refuse_other_rows(dataset: Any, users: Sequence[Hashable] | None = None) -> 
         users: who gave each example: rows of one user may be in an example.
 
     Raises:
-        UserError: what stands in another row changes an example.
+        UserError: what stands in another row changes an example, or that another one was read before.
     """
     with generators_kept():
         try:
-            name = _mixed(dataset, users)
+            why = _mixed(dataset, users)
         except Exception:
             # what does not let itself be copied or compared
             return
-    if name is not None:
-        raise UserError(READS_OTHERS.format(name=name))
+    if why is not None:
+        raise UserError(why)
 
 
 def _mixed(dataset: Any, users: Sequence[Hashable | None] | None = None) -> str | None:
-    """The attribute of which an example takes several rows, and is changed by one of others.
+    """Say of which attribute an example takes several rows, and is changed by one of others, or that it goes by earlier ones.
 
     ``users`` has None for what is an example of this data set, and not of the one that it is a part of."""
     # a copy of what closes its files when it goes would close them
@@ -68,8 +77,8 @@ def _mixed(dataset: Any, users: Sequence[Hashable | None] | None = None) -> str 
     orders = [range(size), *filter(None, (_order(value, size) for value in vars(dataset).values()))]
     for inner, numbers in _within(dataset, orders):
         owners = None if users is None else [None if n is None else users[n] for n in numbers]
-        if (name := _mixed(inner, owners)) is not None:
-            return name
+        if (why := _mixed(inner, owners)) is not None:
+            return why
     taken = [number for number in range(size) if users is None or users[number] is not None]
     if len(taken) < EXAMPLES:
         return None
@@ -96,8 +105,23 @@ def _mixed(dataset: Any, users: Sequence[Hashable | None] | None = None) -> str 
                 now, there = (_made(dataset, item, seed, name, dict.fromkeys(o, other)) for o in ((), others))
                 # not of what is another one whenever it is asked for
                 if made[item, seed][0] == now[0] != there[0]:
-                    return name
-    return None
+                    return READS_OTHERS.format(name=name)
+    return REMEMBERS if _remembers(dataset, items, users) else None
+
+
+def _remembers(dataset: Any, items: Sequence[int], users: Sequence[Hashable | None] | None) -> bool:
+    """Whether the last of some examples is another one where those of others were read before it."""
+    item = items[-1]
+    others = [other for other in items[:-1] if users is None or users[other] != users[item]]
+    once = _read(_copied(dataset), item, 0)
+    later = _copied(dataset)
+    for other in others:
+        _read(later, other, 0)
+    # numbers of a generator of its own are others by then
+    own = {name: value for name, value in vars(dataset).items() if isinstance(value, _GENERATORS)}
+    vars(later).update(copy.deepcopy(own))
+    after = _read(later, item, 0)
+    return after != once == _read(_copied(dataset), item, 0)
 
 
 def _order(value: Any, size: int) -> list[int] | None:
@@ -127,10 +151,7 @@ def _made(
     dataset: Any, item: int, seed: int, name: str = "", instead: dict[int, int] | None = None
 ) -> tuple[list[Any], dict[str, set[int]]]:
     """An example, and which places of each attribute were read for it; with rows of the one so named instead of some."""
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.default_generator.manual_seed(seed)
-    dataset, size, rows = copy.copy(dataset), len(dataset), dict[str, _Rows]()
+    size, rows = len(dataset), dict[str, _Rows]()
 
     def watched(value: Any, path: str) -> Any:
         if not _holds_rows(value, size):
@@ -138,6 +159,13 @@ def _made(
         rows[path] = _Rows(value, len(value), set(), (instead or {}) if path == name else {})
         return rows[path]
 
+    example = _read(_copied(dataset, watched), item, seed)
+    return example, {attribute: each.read for attribute, each in rows.items()}
+
+
+def _copied(dataset: Any, watched: Callable[[Any, str], Any] = lambda value, _: value) -> Any:
+    """A data set that keeps for itself what it reads, with what ``watched`` gives in the place of an attribute, or a part."""
+    dataset = copy.copy(dataset)
     for attribute, value in list(vars(dataset).items()):
         there = watched(value, attribute)
         if type(value) is dict and len(value) <= FEW:
@@ -146,10 +174,19 @@ def _made(
             there = tuple(watched(part, f"{attribute}[{i}]") for i, part in enumerate(value))
         elif there is value and isinstance(value, _KEPT):
             there = (copy.copy if type(value) in (dict, list) else copy.deepcopy)(value)
+        elif there is value and isinstance(value, Tensor | np.ndarray) and value.nbytes <= SMALL:
+            there = copy.deepcopy(value)
         vars(dataset)[attribute] = there
+    return dataset
+
+
+def _read(dataset: Any, item: int, seed: int) -> list[Any]:
+    """What is equal of an example that is the same one."""
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.default_generator.manual_seed(seed)
     example = dataset[item]
-    parts = map(_content, tree_leaves(dict(example) if hasattr(example, "keys") else example))
-    return list(parts), {attribute: each.read for attribute, each in rows.items()}
+    return [*map(_content, tree_leaves(dict(example) if hasattr(example, "keys") else example))]
 
 
 def _content(part: Any) -> tuple[Any, bytes]:

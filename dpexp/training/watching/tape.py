@@ -14,7 +14,18 @@ from dpexp.clipping.independence.chance import Chance, WithoutChance
 from dpexp.clipping.operations.others import BROADCASTING
 from dpexp.clipping.tapping.dataflow import FEW, in_order, in_place
 from dpexp.errors import UntoldError
-from dpexp.training.watching.lines import PLAIN, Line, Number, Slot, address_of, name_of, storage_of
+from dpexp.training.watching.lines import (
+    PLAIN,
+    Line,
+    Marks,
+    Number,
+    Slot,
+    address_of,
+    lie_of,
+    name_of,
+    running,
+    storage_of,
+)
 from dpexp.training.watching.owned import Owned
 from dpexp.training.watching.places import Place, Places, is_order
 from dpexp.training.watching.sizes import Sizes
@@ -43,17 +54,21 @@ class Known:
         told: what ranks have told each other, which other examples are in.
     """
 
-    def __init__(self, before: WeakIdKeyDictionary, own: Owned, data: Iterable[Tensor] = ()):
-        self.private, self.before = WeakIdKeyDictionary(), before
+    def __init__(self, before: Marks, own: Owned, data: Iterable[Tensor] = ()):
+        self.private, self.before = Marks(), before
         self.rowed, self.returned = WeakIdKeyDictionary(), WeakIdKeyDictionary()
         self.within, self.told = WeakIdKeyDictionary(), WeakIdKeyDictionary()
         self.listed = WeakIdKeyDictionary()
         self._own = own
         self._data = [(t.data_ptr(), t.data_ptr() + t.nbytes) for t in data if t.is_contiguous()]
 
-    def mark(self, tensor: Any) -> None:
-        """Remember that a tensor holds values of the batch."""
-        if type(tensor) in PLAIN and tensor not in self._own:
+    def mark(self, tensor: Any, written: bool = False) -> None:
+        """Remember that a tensor holds values of the batch; ``written``: and so does what else lies in its memory."""
+        if type(tensor) not in PLAIN or tensor in self._own:
+            return
+        if written:
+            self.private.mark_written(tensor)
+        else:
             self.private[tensor] = None
 
     def is_old(self, tensor: Tensor) -> bool:
@@ -101,6 +116,8 @@ class Tape:
         self.unsure: set[int] = set()
         self.table = ""
         self._count = self._bytes = 0
+        # what was written to -> its number, which is that of whatever lies there by another name (t.data of t)
+        self._twins: dict[Any, int] = {}
 
     def line_of(self, func: Any, args: Any, kwargs: Any, given: list[Tensor]) -> Line:
         """A call and what it is given, which is held as it is now.
@@ -115,6 +132,9 @@ class Tape:
                 if storage_of(held) == storage_of(given[0]):
                     self.held[number] = held.clone()
                     self.written.add(number)
+        kept = {self.numbers[t] for t in running(func, args, kwargs, given)}
+        self.held |= {number: self.held[number].clone() for number in kept & self.held.keys()}
+        self.written |= kept
         kind = given[0].device.type
         on = torch.is_autocast_enabled(kind)
         numbers = [Number(n) for n in tree_leaves((args, kwargs)) if type(n) in (int, float)]
@@ -126,7 +146,11 @@ class Tape:
         autocast = (kind, torch.get_autocast_dtype(kind)) if on else None
         whole = self.numbers.get(given[0]._base) if given[0]._base is not None else None
         repeats = self._repeats(name, *in_order(args, kwargs))
-        return Line(func, slots, [], autocast, torch.is_grad_enabled(), counted, repeats, whole)
+        if in_place(func, kwargs):
+            for tensor in (given[0], given[0]._base):
+                if tensor is not None and tensor in self.numbers and address_of(tensor):
+                    self._twins[lie_of(tensor)] = self.numbers[tensor]
+        return Line(func, slots, [], autocast, torch.is_grad_enabled(), counted, repeats, whole, kept)
 
     def add(self, line: Line, made: list[Tensor]) -> None:
         """Write down a call that was made, and what it returned.
@@ -167,7 +191,7 @@ class Tape:
         leaves = {n: there[n].detach().requires_grad_() for n in by}
         there |= leaves
         there |= {n: there[n].clone() for n in self.written if n in there}
-        last = {used: i for i, line in enumerate(self.lines) for used in line.uses}
+        last = {used: i for i, line in enumerate(self.lines) for used in line.slots}
         cuda = [t.device for t in there.values() if t.is_cuda][:1]
         with torch.random.fork_rng(cuda), torch.set_grad_enabled(bool(by)), WithoutChance(Chance()) as chance:
             for i, line in enumerate(self.lines):
@@ -180,7 +204,7 @@ class Tape:
                     result = line.func(*args, **kwargs)
                 made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
                 there.update(zip(line.made, made, strict=True))
-                for used in line.uses:
+                for used in line.slots:
                     if last[used] == i and used != number:
                         there.pop(used, None)
             found = there[number]
@@ -199,6 +223,13 @@ class Tape:
     def _number(self, tensor: Tensor) -> int:
         """The number of a tensor; what was made elsewhere is held."""
         if tensor not in self.numbers:
+            if tensor not in self._known.rowed and self._known.private.shares_memory(tensor):
+                if (twin := self._twins.get(lie_of(tensor))) is None:
+                    raise UntoldError(
+                        "values of the batch were written to a part of a tensor by way of another one"
+                    )
+                self.numbers[tensor] = twin
+                return twin
             self.numbers[tensor] = self._count = self._count + 1
             with torch._C.DisableTorchFunctionSubclass():
                 self.held[self._count] = tensor.detach()

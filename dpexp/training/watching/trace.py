@@ -26,8 +26,10 @@ from dpexp.training.watching.lines import (
     PLAIN,
     READING_SHAPES,
     Line,
+    Marks,
     Number,
     name_of,
+    running,
     values_of,
     version_of,
 )
@@ -43,6 +45,8 @@ ESCAPES = {"tolist"}
 # as many numbers as somebody counts; shards of a model have more
 HANDFUL = 16
 WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+# given[0].data = given[1]
+SETTING = Tensor.data.__set__  # type: ignore[attr-defined]
 DIFFERENTIATING = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 
 EARLIER = (
@@ -112,7 +116,7 @@ class Trace(TorchFunctionMode):
         batch: Any,
         examples: int,
         rows_per_example: int,
-        before: WeakIdKeyDictionary,
+        before: Marks,
         outside: WeakIdKeyDictionary,
         axes: WeakIdKeyDictionary | None = None,
         data: Iterable[Tensor] = (),
@@ -283,7 +287,7 @@ class Trace(TorchFunctionMode):
         # what is written to is noted as it was
         line = (
             None
-            if opaque or not in_place(func, kwargs)
+            if opaque or not (in_place(func, kwargs) or running(func, args, kwargs, given))
             else self._tried(self.tape.line_of, func, args, kwargs, given)
         )
         result = self._followed(func, args, kwargs, given)
@@ -314,8 +318,10 @@ class Trace(TorchFunctionMode):
         result = func(*args, **kwargs)
         if private:
             self.sizes.add_count(result)
-            for tensor in (*tree_leaves(result), *_written(func, kwargs, given)):
+            for tensor in tree_leaves(result):
                 self.known.mark(tensor)
+            for tensor in (*_written(func, kwargs, given), *running(func, args, kwargs, given)):
+                self.known.mark(tensor, written=True)
         return result
 
     def _made_within(self, func: Any, args: Any, kwargs: Any, given: list[Tensor]) -> Any:
@@ -360,8 +366,10 @@ class Trace(TorchFunctionMode):
         old = any(self.known.is_old(t) for t in values_of(func, given))
         result = func(*args, **kwargs)
         if old:
-            made = (*tree_leaves(result), *_written(func, kwargs, given))
-            self.known.before.update({t: None for t in made if type(t) in PLAIN})
+            self.known.before.update({t: None for t in tree_leaves(result) if type(t) in PLAIN})
+            for tensor in (*_written(func, kwargs, given), *running(func, args, kwargs, given)):
+                if type(tensor) in PLAIN:
+                    self.known.before.mark_written(tensor)
         return result
 
     def _refuse_scaled(self, given: list[Tensor]) -> None:
@@ -391,7 +399,7 @@ class Trace(TorchFunctionMode):
 
 def _written(func: Any, kwargs: Any, given: list[Tensor]) -> list[Any]:
     """What a function has written to, and what that is a part of."""
-    return [given[0], given[0]._base] if in_place(func, kwargs) else []
+    return [given[0], given[0]._base] if in_place(func, kwargs) or func == SETTING else []
 
 
 def _entries(batch: Any, examples: int, times: Collection[int]) -> Iterator[tuple[Tensor, int]]:

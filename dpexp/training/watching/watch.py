@@ -17,6 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from dpexp.clipping.survey.layouts import due
 from dpexp.errors import UserError
+from dpexp.training.watching.lines import Marks
 from dpexp.training.watching.padded import Padding
 from dpexp.training.watching.redone import Mixture, told_by
 from dpexp.training.watching.trace import UNUSED, Trace
@@ -26,6 +27,8 @@ log = logging.getLogger(__name__)
 # physical batches that are watched until so many have told something: what is counted in one may stay what it was with a half of
 # the examples in the place of the others
 PATIENCE, TOLD = 16, 4
+# of a loop behind one of so many physical batches, as of a second epoch, which may begin something, so many are watched
+EPOCH, AFRESH = 64, 2
 # as many other numbers have stood in a place where one equals the size of its batch now and then, if it is drawn by chance (a
 # timestep for a whole batch); a size that is held between two bounds is two others
 DRAWN = 3
@@ -44,7 +47,8 @@ NOTE = "losses were not looked at for values that mix examples ({why}): engine.l
 
 
 class LossWatch:
-    """Watches physical batches of a loop: the first until four have told something; the 16th, the 64th and so on.
+    """Watches physical batches of a loop: the first until four have told something; the 16th, the 64th and so on; the first two
+    of a loop behind one of 64 or more.
 
     Before each of the latter it watches the one before, too, which may have left something behind. One example alone mixes
     nothing, and may meet what was left behind.
@@ -70,6 +74,8 @@ class LossWatch:
         self.notes = [] if notes is None else notes
         self.outside = WeakIdKeyDictionary()
         self._batches = self._tried = self._told = self._alone = 0
+        # in the present loop; and how many of its next ones are watched
+        self._looped = self._afresh = 0
         # see `Sizes.scaled`
         self._scaled: dict[tuple[int, str, Hashable, int], int] = {}
         # see `Sizes.unlike`
@@ -82,7 +88,14 @@ class LossWatch:
         # what was found in this batch
         self._refused: UserError | None = None
         # of the batch that was watched last: its tensors, and what was made of them
-        self._before = WeakIdKeyDictionary()
+        self._before = Marks()
+
+    def begin_loop(self) -> bool:
+        """Note that another loop begins; return whether its first batches are watched, whatever earlier ones have told."""
+        if self._looped >= EPOCH:
+            self._afresh = AFRESH
+        self._looped = 0
+        return self._afresh > 0
 
     def begin(
         self,
@@ -94,11 +107,13 @@ class LossWatch:
         """Watch what is done with a batch from here on, if it is time to; ``axes``, ``padding``: see `Trace`."""
         self.end()
         self._batches += 1
+        self._looped += 1
         self._refused = None
         self._alone += examples == 1
         watched = self._tried if examples > 1 else self._alone
         fractions, self._trace = [] if self._trace is None else self._trace.sizes.fractions, None
-        if watched < PATIENCE or due(self._batches) or due(self._batches + 1):
+        if watched < PATIENCE or self._afresh or due(self._batches) or due(self._batches + 1):
+            self._afresh = max(0, self._afresh - 1)
             self._trace = Trace(
                 self.model,
                 batch,
