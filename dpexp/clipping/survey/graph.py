@@ -271,6 +271,10 @@ class Survey:
         """Uses whose layout is to be proven, with the layouts that their shapes allow; and those proven before."""
         pending: dict[int, list[str]] = {}
         doubted: set[int] = set()
+        # of each operation, how the rows lie in its uses: where shapes allow several of these, the order of the uses may change
+        ways: dict[str, set[str]] = {}
+        for (key, _), layout in self.layouts.items():
+            ways.setdefault(key, set()).add(layout)
         for use in visit.uses:
             found = layouts.candidates(use.input_shape, use.output_shape, visit.rows)
             known = self.layouts.get(use.place)
@@ -293,7 +297,8 @@ class Survey:
             elif known in found:
                 self.layout[id(use)] = known
                 surplus = layouts.surplus(known, use.output_shape, visit.rows, visit.columns)
-                if surplus not in self._surplus.get(use.place, (None,)):
+                several = len(ways[use.place[0]].intersection(found)) > 1
+                if several or surplus not in self._surplus.get(use.place, (None,)):
                     pending[id(use)] = found
                 elif again:
                     pending[id(use)] = found

@@ -100,8 +100,9 @@ def candidates(input_shape: torch.Size | None, output_shape: torch.Size, rows: i
     found = []
     if shape[0] == rows:
         found.append(ROWS)
-    if len(shape) >= 2 and len(output_shape) >= 2 and shape[1] == output_shape[1] == rows:
-        found.append(SECOND)
+    # of rows that are mapped one by one, the only dimension behind the first has features: as many as examples by chance
+    if len(shape) >= 2 and len(output_shape) >= 2 + (len(shape) == 2 and input_shape is not None):
+        found += [SECOND] if shape[1] == output_shape[1] == rows else []
     if shape[0] != rows and rows > 0 and shape[0] % rows == 0:
         found += [BLOCKED, STRIDED]
     return found
