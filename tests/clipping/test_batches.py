@@ -327,13 +327,29 @@ def written_copies(self: Any, h: Tensor, mask: Tensor) -> Tensor:
     return h
 
 
+def written_zeros(self: Any, h: Tensor, mask: Tensor) -> Tensor:
+    """Which have the batch's kind, and nothing of it."""
+    h = h.clone()
+    h[mask] = torch.tanh(self.first(h.new_zeros(int(mask.sum()), D))) + self.token.weight
+    return h
+
+
 def met_by_copies(self: Any, h: Tensor, mask: Tensor) -> Tensor:
     copies = self.token.weight.expand(int(mask.sum()), -1)
     return h.index_put((mask,), torch.tanh(h[mask] + copies))
 
 
 @pytest.mark.parametrize(
-    "hide", [written, written_by_index, written_to_a_slice, given_copies, written_copies, met_by_copies]
+    "hide",
+    [
+        written,
+        written_by_index,
+        written_to_a_slice,
+        given_copies,
+        written_copies,
+        written_zeros,
+        met_by_copies,
+    ],
 )
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_learnt_token_in_as_many_places_as_there_are_examples(
@@ -347,8 +363,25 @@ def test_a_learnt_token_in_as_many_places_as_there_are_examples(
     torch.manual_seed(0)
     even, uneven = torch.eye(3).bool(), torch.tensor([[1, 1, 0], [0, 0, 0], [0, 0, 1]]).bool()
     batches = [rows(3, 3) | {"mask": mask} for mask in (even, even, uneven, uneven, even)]
-    model = Own(forward, token=nn.Embedding(1, D), **linears("out", *["first"] * (hide is written_copies)))
+    model = Own(
+        forward,
+        token=nn.Embedding(1, D),
+        **linears("out", *["first"] * (hide in (written_copies, written_zeros))),
+    )
     exact_in_company(model, batches, engine)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_picked_rows_without_a_gradient_have_as_many_features_as_there_are_examples(engine: str) -> None:
+    def forward(self: Any, x: Tensor, mask: Tensor) -> Tensor:
+        x = x.clone()
+        x[mask] = self.first(x[mask]) + self.token.weight
+        return self.out(torch.tanh(x[:, 0]))
+
+    torch.manual_seed(0)
+    masks = [torch.tensor([[0, 1, 1], [0, 0, 1], [0, 1, 0], [last, 0, 1]]).bool() for last in (0, 1, 0)]
+    model = Own(forward, token=nn.Embedding(1, D), **linears("first", "out"))
+    exact_in_company(model, [rows(4, 3) | {"mask": mask} for mask in masks], engine)
 
 
 def test_a_token_that_is_written_by_a_mask_is_proven_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from dpexp.clipping import attach
-from dpexp.clipping.survey.layouts import LEVELS, MANY_LEVELS, SECOND, all_weights, candidates, weights
-from dpexp.clipping.survey.observed import follows
+from dpexp.clipping.survey.layouts import LEVELS, MANY_LEVELS, ROWS, SECOND, all_weights, candidates, weights
+from dpexp.clipping.survey.observed import follows, signature
 from dpexp.errors import UserError
 from tests.clipping.zoo import C, D
 
@@ -52,6 +52,16 @@ def test_a_proof_fails_for_one_row_and_says_nothing_about_zeros() -> None:
     assert follows(plain, (wrong, value.abs()), by_row, torch.float32) is False
     zero = torch.zeros(6, 2)
     assert follows((zero, zero), (zero, zero), by_row, torch.float32) is None
+
+
+def test_a_row_that_one_projection_does_not_see_follows_no_other_weight() -> None:
+    directions = signature(torch.eye(9), ROWS, 9)[0]
+    rows = torch.randn(2, 9)
+    rows -= (rows @ directions[:, :1]) * directions[:, 0] / directions[:, 0].square().sum()
+    by_row = torch.tensor([2.0, -2.0])
+    plain, right, other = (signature(rows * w[:, None], ROWS, 2) for w in (torch.ones(2), by_row, -by_row))
+    assert follows(plain, right, by_row, torch.float32)
+    assert follows(plain, other, by_row, torch.float32) is False
 
 
 class Mixed(nn.Module):

@@ -281,8 +281,7 @@ class Survey:
             shape = use.output_shape if use.input_shape is None else use.input_shape
             if visit.rows and shape[:1] == use.output_shape[:1] == (0,):
                 # an expert without a row: there is nothing to prove, or to learn
-                nobody = torch.empty(0, dtype=torch.long, device=visit.roots.device)
-                self.layout[id(use)] = layouts.Owned.of(nobody, visit.num_examples)
+                self.layout[id(use)] = layouts.Owned.of_nobody(0, visit.num_examples, visit.roots.device)
             elif visit.num_examples == 1:
                 # one dimension in and out may be the features of a single, squeezed example
                 told = len(shape) >= 2 or use.input_shape != use.output_shape
@@ -375,6 +374,11 @@ class Survey:
         if all(verdict is None for verdict in verdicts.values()):
             self._undecided = True
             # all gradients are zero: contribute nothing now, prove it next time
+            if found[0] == layouts.SECOND and observed.silent(use):
+                # these may be features, as many as there are examples
+                self.layout[id(use)] = layouts.Owned.of_nobody(
+                    use.output_shape[0], visit.num_examples, visit.roots.device
+                )
             return
         proven = [layout for layout, verdict in verdicts.items() if verdict]
         if proven:

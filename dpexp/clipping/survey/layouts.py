@@ -62,6 +62,11 @@ class Owned:
         places = torch.where(real, places, places[:, :1])
         return Owned(owners, places, real)
 
+    @staticmethod
+    def of_nobody(rows: int, num_examples: int, device: torch.device) -> Owned:
+        """So many rows without a gradient."""
+        return Owned.of(torch.full((rows,), -1, dtype=torch.long, device=device), num_examples)
+
     def gathered(self, tensor: Tensor) -> Tensor:
         """Return the rows ``[B * m, …]`` of a tensor ``[R, …]``; those that an example lacks hold any finite numbers."""
         if not len(tensor):

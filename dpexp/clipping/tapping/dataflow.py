@@ -51,6 +51,10 @@ JOINING = dict(
 )  # fmt: skip
 # of their second argument they read what kind of numbers it has, or its shape, and nothing else
 KINDS = (Tensor.to, Tensor.type_as, Tensor.expand_as, Tensor.view_as, Tensor.reshape_as)
+# Operations that take nothing of a tensor but its shape.
+BLANK = {f"new_{kind}" for kind in ("zeros", "ones", "empty", "full")} | {
+    f"{kind}_like" for kind in ("zeros", "ones", "empty", "full", "rand", "randn")
+}
 # Operations after which a row may be that of several examples, each of which reads it alone.
 SHARING = {"unique", "unique_consecutive"}
 # rows that a shuffle leaves in their order once in 40,000 times
@@ -82,6 +86,8 @@ class DataFlow(TorchFunctionMetadataMode):
         self._followed = WeakIdKeyDictionary()
         # what was computed from rows of examples
         self._of_examples = WeakIdKeyDictionary(dict.fromkeys(of_examples))
+        # of what is followed, what was computed from shapes alone
+        self._blank = WeakIdKeyDictionary()
         # along which sizes anything with a gradient was picked, which may have met others there
         self.picked = NONE
         # what was made of some rows of a tensor -> how many that had
@@ -97,13 +103,21 @@ class DataFlow(TorchFunctionMetadataMode):
     def __contains__(self, tensor: Tensor) -> bool:
         return tensor in self._followed
 
+    def of_batch(self, tensors: Iterable[Tensor]) -> bool:
+        """Tell whether any of the tensors holds something of the inputs, and not of their shapes alone."""
+        # what a view shows may have been written to its base
+        return any(
+            t in self._followed and not (t in self._blank and (t._base is None or t._base in self._blank))
+            for t in tensors
+        )
+
     def of_examples(self, tensors: Iterable[Tensor]) -> bool:
         """Tell whether any of the tensors was computed from an input with a row for each example."""
         return any(tensor in self._of_examples for tensor in tensors)
 
     def _is_of_parameters(self, tensor: Tensor) -> bool:
         """Tell whether a tensor was computed from tapped copies of parameters alone: its rows are whose they are given to."""
-        return type(tensor) is Tensor and tensor.requires_grad and tensor not in self._followed
+        return type(tensor) is Tensor and tensor.requires_grad and not self.of_batch([tensor])
 
     def _has_rows(self, tensor: Any) -> bool:
         """Tell whether rows of a tensor may be those of examples."""
@@ -148,15 +162,22 @@ class DataFlow(TorchFunctionMetadataMode):
             if routed and any(map(self._is_of_parameters, tensors)):
                 # copies of a parameter, one for each row that was picked
                 self.picked |= routed
-            of_examples = self.of_examples(tensors) and name not in SHARING
+            blank = (name in BLANK and len(tensors) == 1) or not self.of_batch(tensors)
+            of_examples = self.of_examples(tensors) and name not in SHARING and not blank
             if base is not None and in_place(func, kwargs):
                 made.append(base)
                 whole = base._base
+                if whole is not None and not blank:
+                    self._blank.pop(whole, None)
                 if whole is not None and whole.dim() and base.shape[:1] != whole.shape[:1]:
                     # it was written to through a view of some of its rows
                     self.add(whole, self.routed(whole) | routed | (NONE if cut is None else FIRST))
             for leaf in made:
                 self.add(leaf, routed)
+                if blank:
+                    self._blank[leaf] = None
+                else:
+                    self._blank.pop(leaf, None)
                 if of_examples:
                     self._of_examples[leaf] = None
                 if cut is not None:
