@@ -54,7 +54,7 @@ def spread(call: Call, met: tuple[Value, ...]) -> Any:
         NotImplemented where ordinary autograd has to carry the gradient.
     """
     recorder, others = call.recorder, call.others
-    strewn = call.func.__name__ == "__setitem__" and _is_strewn(*call.args[:2], met[0].leaf.shape)
+    strewn = _is_strewn(call, met[0].leaf.shape)
     # of what goes to places in the rows of a tensor, these rows are whose it is, as many as there may be of such places
     shape = call.args[0].shape if strewn else _broadcast_shape(call, met)
     if not has_rows(call, shape):
@@ -91,15 +91,18 @@ def spread(call: Call, met: tuple[Value, ...]) -> Any:
     return call.func(*map(put, call.args), **{k: put(v) for k, v in call.kwargs.items()})
 
 
-def _is_strewn(base: Tensor, index: Any, shape: torch.Size) -> bool:
+def _is_strewn(call: Call, shape: torch.Size) -> bool:
     """Tell whether a value goes to places that masks, or lists of places, say in the first dimensions of a tensor."""
+    if call.func.__name__ != "__setitem__":
+        return False
+    base, index = call.args[:2]
     parts = index if isinstance(index, tuple) else (index,)
     if not all(
         isinstance(p, Tensor) and p.dim() and p.dtype in (torch.bool, torch.int64, torch.int32) for p in parts
     ):
         return False
-    taken = sum(p.dim() if p.dtype == torch.bool else 1 for p in parts)
-    return len(shape) <= base.dim() and all(n == 1 for n in shape[: len(shape) - base.dim() + taken])
+    behind = base.dim() - sum(p.dim() if p.dtype == torch.bool else 1 for p in parts)
+    return len(shape) <= base.dim() and all(n == 1 for n in shape[: max(0, len(shape) - behind)])
 
 
 def _broadcast_shape(call: Call, met: Sequence[Value]) -> torch.Size:
