@@ -384,6 +384,20 @@ def test_picked_rows_without_a_gradient_have_as_many_features_as_there_are_examp
     exact_in_company(model, [rows(4, 3) | {"mask": mask} for mask in masks], engine)
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+def test_windows_have_as_many_positions_as_there_are_examples_of_which_one_has_a_loss(engine: str) -> None:
+    """What gradients tell fits examples in the second dimension as well; a bias of positions does not."""
+
+    def forward(self: Any, x: Tensor, weights: Tensor) -> Tensor:
+        windows = x.reshape(-1, 2, D) + self.positions.weight
+        return self.out(torch.tanh(windows)).view(x.shape)[:, 0] * weights[:, None]
+
+    torch.manual_seed(0)
+    given = [(2, torch.ones(3)), (4, torch.tensor([1.0, 0.0])), (4, torch.ones(3))]
+    batches = [rows(len(each), length) | {"weights": each.double()} for length, each in given]
+    exact_in_company(Own(forward, positions=nn.Embedding(2, D), **linears("out")), batches, engine)
+
+
 def test_a_token_that_is_written_by_a_mask_is_proven_once(monkeypatch: pytest.MonkeyPatch) -> None:
     def forward(self: Any, x: Tensor, mask: Tensor) -> Tensor:
         return self.out(torch.tanh(written(self, x, mask)))

@@ -98,18 +98,17 @@ Layout = str | Owned
 
 
 def candidates(input_shape: torch.Size | None, output_shape: torch.Size, rows: int) -> list[str]:
-    """Layouts that the shapes allow, most likely first. ``rows`` = examples × rows per example."""
+    """Layouts that the shapes allow, the surest first. ``rows`` = examples × rows per example."""
     shape = output_shape if input_shape is None else input_shape
     if not output_shape or not shape or shape[0] != output_shape[0]:
         return []
-    found = []
-    if shape[0] == rows:
-        found.append(ROWS)
-    # of rows that are mapped one by one, the only dimension behind the first has features: as many as examples by chance
-    if len(shape) >= 2 and len(output_shape) >= 2 + (len(shape) == 2 and input_shape is not None):
-        found += [SECOND] if shape[1] == output_shape[1] == rows else []
+    found = [ROWS] if shape[0] == rows else []
     if shape[0] != rows and rows > 0 and shape[0] % rows == 0:
         found += [BLOCKED, STRIDED]
+    # Last: where gradients tell too little, what is first is taken, and it must be possible. Of rows that are mapped one by one,
+    # the only dimension behind the first has features: as many as examples by chance.
+    if len(shape) >= 2 and len(output_shape) >= 2 + (len(shape) == 2 and input_shape is not None):
+        found += [SECOND] if shape[1] == output_shape[1] == rows else []
     return found
 
 
