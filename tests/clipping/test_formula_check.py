@@ -106,9 +106,10 @@ def filled(model: nn.Module, x: Tensor, hidden: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("engine", ["auto", "ghost"])
+@pytest.mark.parametrize("size", [2, 3, B])
 @pytest.mark.parametrize("forward", [summed, filled])
 def test_a_mask_for_all_with_as_many_rows_as_examples_hides_nothing_at_first(
-    forward: Callable[..., Tensor], engine: str
+    forward: Callable[..., Tensor], size: int, engine: str
 ) -> None:
     """Whether it has a row for each example does not show in such a batch."""
 
@@ -122,8 +123,8 @@ def test_a_mask_for_all_with_as_many_rows_as_examples_hides_nothing_at_first(
     clipper = attach(model, engine=engine)
     used = [plain.weight] if forward is summed else [plain.weight, plain.bias]
     for step in range(4):
-        model.hidden = plain.hidden = torch.ones(B, B).triu(1 if step > 1 else B).bool()
-        x = torch.randn(B, B, 4, dtype=torch.float64)
+        model.hidden = plain.hidden = torch.ones(size, size).triu(1 if step > 1 else size).bool()
+        x = torch.randn(size, size, 4, dtype=torch.float64)
         each = [torch.autograd.grad(plain(row[None]).square().sum(), used) for row in x]
         norms = torch.stack([torch.cat([g.flatten() for g in gs]).norm() for gs in each])
         torch.testing.assert_close(clipper.backward(model(x).square().sum((1, 2))).norms[0], norms)

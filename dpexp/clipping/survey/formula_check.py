@@ -148,17 +148,20 @@ def _holds_elsewhere(
 
 
 def _other_numbers(tensor: Tensor, shift: float, generator: torch.Generator) -> Tensor:
-    """Return a tensor of the same kind in which no two rows are alike; without ``shift`` each number keeps its sign."""
+    """Return a tensor of the same kind whose rows are not all alike; without ``shift`` each number keeps its sign."""
     if tensor.layout != torch.strided:
         return tensor
     if tensor.is_floating_point():
         size = tensor.to(wide(tensor.dtype)).square().mean().sqrt().to(tensor)
         noise = torch.randn(tensor.shape, generator=generator, device="cpu").to(tensor)
         return tensor + noise * torch.where(size > 0, size, 1) if shift else tensor * (0.5 + noise.abs())
-    if tensor.dtype == torch.bool:
-        return tensor ^ (torch.rand(tensor.shape, generator=generator, device="cpu") < 0.25).to(tensor.device)
-    order = torch.randperm(tensor.numel(), generator=generator, device="cpu").to(tensor.device)
-    return tensor.flatten()[order].view(tensor.shape)
+    if tensor.dtype != torch.bool:
+        return tensor.flatten().roll(1).view(tensor.shape)
+    # no three in a row are alike (the sequence of Thue and Morse): a mask that hides nothing then leaves something everywhere
+    number = torch.arange(tensor.numel(), device=tensor.device)
+    for bits in (32, 16, 8, 4, 2, 1):
+        number = number ^ (number >> bits)
+    return tensor ^ (number & 1).bool().view(tensor.shape)
 
 
 def _widened(use: Use) -> Use:
