@@ -313,6 +313,122 @@ def test_rows_that_are_sorted_late_and_in_order_at_first(engine: str) -> None:
     exact_in_company(Own(forward, **linears("first", "out")), batches, engine)
 
 
+def written(self: Any, h: Tensor, mask: Tensor) -> Tensor:
+    """As wav2vec 2.0 hides frames: one learnt vector, in any number of places."""
+    h = h.clone()
+    h[mask] = self.token.weight[0]
+    return h
+
+
+def written_by_index(self: Any, h: Tensor, mask: Tensor) -> Tensor:
+    h = h.clone()
+    h[mask.nonzero(as_tuple=True)] = self.token.weight
+    return h
+
+
+def written_to_a_slice(self: Any, h: Tensor, mask: Tensor) -> Tensor:
+    h = h.clone()
+    h[mask, 1:] = self.token.weight[0, 1:]
+    return h
+
+
+def given_copies(self: Any, h: Tensor, mask: Tensor) -> Tensor:
+    return h.masked_scatter(mask[..., None], self.token.weight.expand(int(mask.sum()), -1))
+
+
+def written_copies(self: Any, h: Tensor, mask: Tensor) -> Tensor:
+    """Which a layer has been through."""
+    h = h.clone()
+    h[mask] = torch.tanh(self.first(self.token.weight.repeat(int(mask.sum()), 1)))
+    return h
+
+
+def written_zeros(self: Any, h: Tensor, mask: Tensor) -> Tensor:
+    """Which have the batch's kind, and nothing of it."""
+    h = h.clone()
+    h[mask] = torch.tanh(self.first(h.new_zeros(int(mask.sum()), D))) + self.token.weight
+    return h
+
+
+def met_by_copies(self: Any, h: Tensor, mask: Tensor) -> Tensor:
+    copies = self.token.weight.expand(int(mask.sum()), -1)
+    return h.index_put((mask,), torch.tanh(h[mask] + copies))
+
+
+@pytest.mark.parametrize(
+    "hide",
+    [
+        written,
+        written_by_index,
+        written_to_a_slice,
+        given_copies,
+        written_copies,
+        written_zeros,
+        met_by_copies,
+    ],
+)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_learnt_token_in_as_many_places_as_there_are_examples(
+    hide: Callable[..., Tensor], engine: str
+) -> None:
+    """One place for each example in the first batches; then as many of them, two of one example and none of another."""
+
+    def forward(self: Any, x: Tensor, mask: Tensor) -> Tensor:
+        return self.out(torch.tanh(hide(self, x, mask)))
+
+    torch.manual_seed(0)
+    even, uneven = torch.eye(3).bool(), torch.tensor([[1, 1, 0], [0, 0, 0], [0, 0, 1]]).bool()
+    batches = [rows(3, 3) | {"mask": mask} for mask in (even, even, uneven, uneven, even)]
+    model = Own(
+        forward,
+        token=nn.Embedding(1, D),
+        **linears("out", *["first"] * (hide in (written_copies, written_zeros))),
+    )
+    exact_in_company(model, batches, engine)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_picked_rows_without_a_gradient_have_as_many_features_as_there_are_examples(engine: str) -> None:
+    def forward(self: Any, x: Tensor, mask: Tensor) -> Tensor:
+        x = x.clone()
+        x[mask] = self.first(x[mask]) + self.token.weight
+        return self.out(torch.tanh(x[:, 0]))
+
+    torch.manual_seed(0)
+    masks = [torch.tensor([[0, 1, 1], [0, 0, 1], [0, 1, 0], [last, 0, 1]]).bool() for last in (1, 0, 1)]
+    model = Own(forward, token=nn.Embedding(1, D), **linears("first", "out"))
+    exact_in_company(model, [rows(4, 3) | {"mask": mask} for mask in masks], engine)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_windows_have_as_many_positions_as_there_are_examples_of_which_one_has_a_loss(engine: str) -> None:
+    """What gradients tell fits examples in the second dimension as well; a bias of positions does not."""
+
+    def forward(self: Any, x: Tensor, weights: Tensor) -> Tensor:
+        windows = x.reshape(-1, 2, D) + self.positions.weight
+        return self.out(torch.tanh(windows)).view(x.shape)[:, 0] * weights[:, None]
+
+    torch.manual_seed(0)
+    given = [(2, torch.ones(3)), (4, torch.tensor([1.0, 0.0])), (4, torch.ones(3))]
+    batches = [rows(len(each), length) | {"weights": each.double()} for length, each in given]
+    exact_in_company(Own(forward, positions=nn.Embedding(2, D), **linears("out")), batches, engine)
+
+
+def test_a_token_that_is_written_by_a_mask_is_proven_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forward(self: Any, x: Tensor, mask: Tensor) -> Tensor:
+        return self.out(torch.tanh(written(self, x, mask)))
+
+    torch.manual_seed(0)
+    model = Own(forward, token=nn.Embedding(1, D), **linears("out")).double()
+    clipper, asked = attach(model), weighted_passes(monkeypatch)
+    for step, places in enumerate((4, 5, 0, 2, 7)):
+        asked.clear()
+        mask = (torch.arange(9) < places).view(3, 3).T
+        clipper.backward(model(**rows(3, 3), mask=mask).square().sum((1, 2)))
+        assert step < 2 or asked == [False]
+    assert LOOPED not in clipper.choices.values()
+
+
 def added(h: Tensor, first: Tensor) -> Tensor:
     later = (first != torch.arange(len(h))).nonzero()[:, 0]
     return h + torch.zeros_like(h).index_add(0, later, h[first[later]] - h[later])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -92,3 +95,36 @@ def test_a_few_examples_at_a_time_do_without_an_input_that_nobody_needs(
     few, looped = norms_and_looped(model)
     assert looped == set()
     torch.testing.assert_close(few, at_once)
+
+
+def summed(model: nn.Module, x: Tensor, hidden: Tensor) -> Tensor:
+    return torch.einsum("bid,ij,de->bje", x, (~hidden).to(x), model.weight)
+
+
+def filled(model: nn.Module, x: Tensor, hidden: Tensor) -> Tensor:
+    return (x @ model.weight @ x.mT).masked_fill(hidden, model.bias.sum()).softmax(-1) @ x
+
+
+@pytest.mark.parametrize("engine", ["auto", "ghost"])
+@pytest.mark.parametrize("size", [2, 3, B])
+@pytest.mark.parametrize("forward", [summed, filled])
+def test_a_mask_for_all_with_as_many_rows_as_examples_hides_nothing_at_first(
+    forward: Callable[..., Tensor], size: int, engine: str
+) -> None:
+    """Whether it has a row for each example does not show in such a batch."""
+
+    class Masked(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return forward(self, x, self.hidden)
+
+    torch.manual_seed(0)
+    model = Masked(4, 4).double()
+    plain = copy.deepcopy(model)
+    clipper = attach(model, engine=engine)
+    used = [plain.weight] if forward is summed else [plain.weight, plain.bias]
+    for step in range(4):
+        model.hidden = plain.hidden = torch.ones(size, size).triu(1 if step > 1 else size).bool()
+        x = torch.randn(size, size, 4, dtype=torch.float64)
+        each = [torch.autograd.grad(plain(row[None]).square().sum(), used) for row in x]
+        norms = torch.stack([torch.cat([g.flatten() for g in gs]).norm() for gs in each])
+        torch.testing.assert_close(clipper.backward(model(x).square().sum((1, 2))).norms[0], norms)

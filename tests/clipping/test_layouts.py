@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from dpexp.clipping import attach
-from dpexp.clipping.survey.layouts import LEVELS, MANY_LEVELS, all_weights, weights
-from dpexp.clipping.survey.observed import follows
+from dpexp.clipping.survey.layouts import LEVELS, MANY_LEVELS, ROWS, SECOND, all_weights, candidates, weights
+from dpexp.clipping.survey.observed import follows, signature
 from dpexp.errors import UserError
 from tests.clipping.zoo import C, D
 
@@ -52,6 +52,16 @@ def test_a_proof_fails_for_one_row_and_says_nothing_about_zeros() -> None:
     assert follows(plain, (wrong, value.abs()), by_row, torch.float32) is False
     zero = torch.zeros(6, 2)
     assert follows((zero, zero), (zero, zero), by_row, torch.float32) is None
+
+
+def test_a_row_that_one_projection_does_not_see_follows_no_other_weight() -> None:
+    directions = signature(torch.eye(9), ROWS, 9)[0]
+    rows = torch.randn(2, 9)
+    rows -= (rows @ directions[:, :1]) * directions[:, 0] / directions[:, 0].square().sum()
+    by_row = torch.tensor([2.0, -2.0])
+    plain, right, other = (signature(rows * w[:, None], ROWS, 2) for w in (torch.ones(2), by_row, -by_row))
+    assert follows(plain, right, by_row, torch.float32)
+    assert follows(plain, other, by_row, torch.float32) is False
 
 
 class Mixed(nn.Module):
@@ -145,3 +155,49 @@ def test_a_module_may_see_two_layouts(calls: tuple[str, ...], engine: str) -> No
         torch.testing.assert_close(report.norms[0], norms)
         for p, gs in zip(model.parameters(), zip(*naive, strict=True), strict=True):
             torch.testing.assert_close(p.grad, sum(g / n for g, n in zip(gs, norms, strict=True)))
+
+
+@pytest.mark.parametrize("engine", ["auto", "ghost"])
+@pytest.mark.parametrize("flat", [False, True])
+def test_two_layouts_may_come_in_another_order_later(flat: bool, engine: str) -> None:
+    """With as many positions as examples, or flattened, their shapes are the same."""
+
+    class Turning(TwoLayouts):
+        def forward(self, x: Tensor, orders: str) -> Tensor:
+            if flat:
+                return super().forward(x, orders)
+            for order in orders:
+                h = torch.tanh(self.inner(x.transpose(0, 1) if order == "t" else x))
+                x = x + (h.transpose(0, 1) if order == "t" else h)
+            return x
+
+    torch.manual_seed(0)
+    model = Turning().double()
+
+    def losses(x: Tensor, orders: str) -> Tensor:
+        return (model(x, orders) - 1).pow(2).sum((1, 2))
+
+    def naive(x: Tensor, orders: str) -> Tensor:
+        each = (
+            torch.autograd.grad(losses(x[i : i + 1], orders).sum(), list(model.parameters()))
+            for i in range(3)
+        )
+        return torch.stack([torch.cat([g.flatten() for g in gs]).norm() for gs in each])
+
+    steps = [
+        (torch.randn(3, n, D, dtype=torch.float64), o)
+        for n, o in ((3, "eet"), (4, "eet"), (3, "ete"), (3, "eet"))
+    ]
+    norms = [naive(*step) for step in steps]
+    clipper = attach(model, engine=engine)
+    for step, expected in zip(steps, norms, strict=True):
+        torch.testing.assert_close(clipper.backward(losses(*step)).norms[0], expected)
+
+
+def test_features_are_no_examples_where_there_are_as_many() -> None:
+    """Of rows that are mapped one by one, picked by index, say."""
+    two = torch.Size([5, 4])
+    assert candidates(two, torch.Size([5, 4]), 4) == []
+    # ids, positions first; what only the output tells of
+    assert candidates(two, torch.Size([5, 4, 7]), 4) == [SECOND]
+    assert candidates(None, two, 4) == [SECOND]

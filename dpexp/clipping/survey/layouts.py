@@ -62,6 +62,11 @@ class Owned:
         places = torch.where(real, places, places[:, :1])
         return Owned(owners, places, real)
 
+    @staticmethod
+    def of_nobody(rows: int, num_examples: int, device: torch.device) -> Owned:
+        """So many rows without a gradient."""
+        return Owned.of(torch.full((rows,), -1, dtype=torch.long, device=device), num_examples)
+
     def gathered(self, tensor: Tensor) -> Tensor:
         """Return the rows ``[B * m, …]`` of a tensor ``[R, …]``; those that an example lacks hold any finite numbers."""
         if not len(tensor):
@@ -93,17 +98,17 @@ Layout = str | Owned
 
 
 def candidates(input_shape: torch.Size | None, output_shape: torch.Size, rows: int) -> list[str]:
-    """Layouts that the shapes allow, most likely first. ``rows`` = examples × rows per example."""
+    """Layouts that the shapes allow, the surest first. ``rows`` = examples × rows per example."""
     shape = output_shape if input_shape is None else input_shape
     if not output_shape or not shape or shape[0] != output_shape[0]:
         return []
-    found = []
-    if shape[0] == rows:
-        found.append(ROWS)
-    if len(shape) >= 2 and len(output_shape) >= 2 and shape[1] == output_shape[1] == rows:
-        found.append(SECOND)
+    found = [ROWS] if shape[0] == rows else []
     if shape[0] != rows and rows > 0 and shape[0] % rows == 0:
         found += [BLOCKED, STRIDED]
+    # Last: where gradients tell too little, what is first is taken, and it must be possible. Of rows that are mapped one by one,
+    # the only dimension behind the first has features: as many as examples by chance.
+    if len(shape) >= 2 and len(output_shape) >= 2 + (len(shape) == 2 and input_shape is not None):
+        found += [SECOND] if shape[1] == output_shape[1] == rows else []
     return found
 
 

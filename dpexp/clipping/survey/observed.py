@@ -1,7 +1,7 @@
 """What weighted losses show: gradients at the outputs of uses, in a plain back-propagation and in weighted ones.
 
-A row that belongs to example i alone has its gradient multiplied by the weight of i, and no other row has. Of each gradient two
-numbers are kept, a random projection of each row and its norm.
+A row that belongs to example i alone has its gradient multiplied by the weight of i, and no other row has. Of each row of a
+gradient a few numbers are kept, random projections and the norm.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from dpexp.clipping.tapping.uses import ForwardPass, Use
 Signature = tuple[Tensor, Tensor]
 # views of rows whose examples no shape tells: along all dimensions but the last, and along the last one
 FRONT, LAST = "front", "last"
+# projections of each row: one alone sees next to nothing of it once in a thousand rows, and would believe any weight
+DIRECTIONS = 4
 # how much less the error of the level that a row follows is than that of any other
 CLEARLY = 8
 
@@ -183,6 +185,10 @@ class Observed:
         """Whether a gradient came: not where its output was unused, or a backward on the way returned none."""
         return id(use) in self._dtypes
 
+    def silent(self, use: Use) -> bool:
+        """Whether all of the gradient is zero."""
+        return not any(bool(self._seen[0][id(use), layout][1].any()) for layout in self.pending[id(use)])
+
     def one_each(self, use: Use) -> bool:
         """Whether it saw one example, as others like it saw the others."""
         return id(use) in self._alone
@@ -269,7 +275,7 @@ def _alike(rows: Tensor) -> bool:
 
 
 def signature(gy: Tensor, layout: str, rows: int) -> Signature:
-    """A random projection of each example's gradient rows, ``[rows, m]``, and their norms.
+    """Random projections of each example's gradient rows, ``[rows, m * DIRECTIONS]``, and their norms, ``[rows, m]``.
 
     Random, not a sum: the gradients below a normalisation or a softmax sum to zero.
     """
@@ -277,8 +283,9 @@ def signature(gy: Tensor, layout: str, rows: int) -> Signature:
     flat = flat.reshape(rows, -1) if flat.dim() < 2 or flat.shape[0] == rows else flat.flatten(1)
     flat = flat.to(wide(flat.dtype))
     generator = torch.Generator().manual_seed(flat.shape[1])
-    direction = torch.randn(flat.shape[1], generator=generator, dtype=torch.float32, device="cpu").to(flat)
-    return (flat @ direction).reshape(rows, -1), flat.norm(dim=1).reshape(rows, -1)
+    one = torch.randn(flat.shape[1], generator=generator, dtype=torch.float32, device="cpu").to(flat)
+    directions = torch.stack([one.roll(turn) for turn in range(DIRECTIONS)], 1)
+    return (flat @ directions).reshape(rows, -1), flat.norm(dim=1).reshape(rows, -1)
 
 
 def follows(plain: Signature, weighted: Signature, by_row: Tensor, dtype: torch.dtype) -> bool | None:
@@ -305,14 +312,19 @@ def _telling(scale: Tensor, finite: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _errors(plain: Tensor, weighted: Tensor, levels: Sequence[float]) -> Tensor:
-    """``[rows, levels]``, how far each row is from being multiplied by each of the levels."""
+    """``[rows, levels]``, how far each row, ``[rows, numbers]``, is from being multiplied by each of the levels."""
     factors = torch.tensor(levels, dtype=plain.dtype, device=plain.device)
-    return (weighted.reshape(-1, 1) - plain.reshape(-1, 1) * factors).abs()
+    return (weighted[..., None] - plain[..., None] * factors).abs().amax(1)
 
 
 def _fits(plain: Signature, weighted: Signature, tolerance: float, levels: Sequence[float]) -> Tensor:
     """``[rows, levels]``, which of the levels each row follows."""
-    return _errors(plain[0], weighted[0], levels) <= tolerance * (plain[1] + weighted[1]).reshape(-1, 1)
+    return _projected(plain, weighted, levels) <= tolerance * (plain[1] + weighted[1]).reshape(-1, 1)
+
+
+def _projected(plain: Signature, weighted: Signature, levels: Sequence[float]) -> Tensor:
+    """As `_errors`, by the projections."""
+    return _errors(plain[0].reshape(-1, DIRECTIONS), weighted[0].reshape(-1, DIRECTIONS), levels)
 
 
 def _level(plain: Signature, weighted: Signature, dtype: torch.dtype, levels: Sequence[float]) -> Tensor:
@@ -322,8 +334,8 @@ def _level(plain: Signature, weighted: Signature, dtype: torch.dtype, levels: Se
     direction of the projection, by chance, saw little of a row.
     """
     scale = plain[1] + weighted[1]
-    norms = _errors(plain[1], weighted[1], [abs(level) for level in levels])
-    errors = torch.maximum(_errors(plain[0], weighted[0], levels), norms)
+    norms = _errors(plain[1].reshape(-1, 1), weighted[1].reshape(-1, 1), [abs(level) for level in levels])
+    errors = torch.maximum(_projected(plain, weighted, levels), norms)
     best, second = errors.topk(2, 1, largest=False)[0].unbind(1)
     told = (best <= _tolerance(dtype) * scale.squeeze(1)) & (CLEARLY * best < second)
     return torch.where(told, errors.argmin(1), -1)
@@ -364,4 +376,5 @@ def _compared(plain: Signature, weighted: Signature, by_row: Tensor) -> tuple[Te
     """How far rows are from what their weights ask for, how large they are, and whether both are finite."""
     value, norm = plain
     error, scale = (weighted[0] - by_row.to(value)[:, None] * value).abs(), norm + weighted[1]
+    error = error.unflatten(1, (norm.shape[1], -1)).amax(2)
     return error, scale, error.isfinite() & scale.isfinite()

@@ -5,8 +5,6 @@ from __future__ import annotations
 import ast
 from typing import Any
 
-import torch
-
 from dpexp.clipping.survey import layouts
 from dpexp.clipping.survey.observed import FRONT, Observed
 from dpexp.clipping.tapping.taps import Visit
@@ -87,14 +85,17 @@ class Ownership:
         """
         pending: dict[int, list[str]] = {}
         doubted: set[int] = set()
+        # of each operation, how the rows lie in its uses: where shapes allow several of these, the order of the uses may change
+        ways: dict[str, set[str]] = {}
+        for (key, _), layout in self.layouts.items():
+            ways.setdefault(key, set()).add(layout)
         for use in visit.uses:
             found = layouts.candidates(use.input_shape, use.output_shape, visit.rows)
             known = self.layouts.get(use.place)
             shape = use.output_shape if use.input_shape is None else use.input_shape
             if visit.rows and shape[:1] == use.output_shape[:1] == (0,):
                 # an expert without a row: there is nothing to prove, or to learn
-                nobody = torch.empty(0, dtype=torch.long, device=visit.roots.device)
-                self.layout[id(use)] = layouts.Owned.of(nobody, visit.num_examples)
+                self.layout[id(use)] = layouts.Owned.of_nobody(0, visit.num_examples, visit.roots.device)
             elif visit.num_examples == 1:
                 # one dimension in and out may be the features of a single, squeezed example
                 told = len(shape) >= 2 or use.input_shape != use.output_shape
@@ -109,7 +110,8 @@ class Ownership:
             else:
                 self.layout[id(use)] = known
                 surplus = layouts.surplus(known, use.output_shape, visit.rows, visit.columns)
-                if surplus not in self._surplus.get(use.place, (None,)):
+                several = len(ways[use.place[0]].intersection(found)) > 1
+                if several or surplus not in self._surplus.get(use.place, (None,)):
                     pending[id(use)] = found
                 elif again:
                     pending[id(use)] = found
@@ -172,6 +174,11 @@ class Ownership:
             return True
         if all(verdict is None for verdict in verdicts.values()):
             # all gradients are zero: contribute nothing now, prove it next time
+            if found[0] == layouts.SECOND and observed.silent(use):
+                # these may be features, as many as there are examples
+                self.layout[id(use)] = layouts.Owned.of_nobody(
+                    use.output_shape[0], visit.num_examples, visit.roots.device
+                )
             return False
         proven = [layout for layout, verdict in verdicts.items() if verdict]
         if not proven:

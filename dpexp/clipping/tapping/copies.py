@@ -54,7 +54,9 @@ def spread(call: Call, met: tuple[Value, ...]) -> Any:
         NotImplemented where ordinary autograd has to carry the gradient.
     """
     recorder, others = call.recorder, call.others
-    shape = _broadcast_shape(call, met)
+    strewn = _is_strewn(call, met[0].leaf.shape)
+    # of what goes to places in the rows of a tensor, these rows are whose it is, as many as there may be of such places
+    shape = call.args[0].shape if strewn else _broadcast_shape(call, met)
     if not has_rows(call, shape):
         return NotImplemented
     wider = [t.dtype for t in others if t.dim() and t.is_floating_point()]
@@ -73,6 +75,9 @@ def spread(call: Call, met: tuple[Value, ...]) -> Any:
         second = shape[1:2] if in_second else aligned.shape[1:2]
         copies.append(aligned.expand(shape[0], *second, *aligned.shape[2:]))
     of = origin(recorder, call.batched)
+    if call.func.__name__ == "__setitem__" and not strewn and recorder.flow is not None:
+        from_batch, of_examples, routed = of
+        of = from_batch, of_examples, routed | recorder.flow.indexed(*call.args[:2])
     names = [call.key] if len(met) == 1 else [f"{call.key}#{i}" for i in range(len(met))]
     tapped = {
         id(value): _tap_copies(call, y, one, of, name)
@@ -80,9 +85,24 @@ def spread(call: Call, met: tuple[Value, ...]) -> Any:
     }
 
     def put(item: Any) -> Any:
-        return tapped.get(id(item), item)
+        copy = tapped.get(id(item), item)
+        return copy.expand(shape)[call.args[1]] if strewn and copy is not item else copy
 
     return call.func(*map(put, call.args), **{k: put(v) for k, v in call.kwargs.items()})
+
+
+def _is_strewn(call: Call, shape: torch.Size) -> bool:
+    """Tell whether a value goes to places that masks, or lists of places, say in the first dimensions of a tensor."""
+    if call.func.__name__ != "__setitem__":
+        return False
+    base, index = call.args[:2]
+    parts = index if isinstance(index, tuple) else (index,)
+    if not all(
+        isinstance(p, Tensor) and p.dim() and p.dtype in (torch.bool, torch.int64, torch.int32) for p in parts
+    ):
+        return False
+    behind = base.dim() - sum(p.dim() if p.dtype == torch.bool else 1 for p in parts)
+    return len(shape) <= base.dim() and all(n == 1 for n in shape[: max(0, len(shape) - behind)])
 
 
 def _broadcast_shape(call: Call, met: Sequence[Value]) -> torch.Size:

@@ -56,6 +56,10 @@ JOINING = dict(
 )  # fmt: skip
 # of their second argument they read what kind of numbers it has, or its shape, and nothing else
 KINDS = (Tensor.to, Tensor.type_as, Tensor.expand_as, Tensor.view_as, Tensor.reshape_as)
+# Operations that take nothing of a tensor but its shape.
+BLANK = {f"new_{kind}" for kind in ("zeros", "ones", "empty", "full")} | {
+    f"{kind}_like" for kind in ("zeros", "ones", "empty", "full", "rand", "randn")
+}
 # Operations after which a row may be that of several examples, each of which reads it alone.
 SHARING = {"unique", "unique_consecutive"}
 # rows that a shuffle leaves in their order once in 40,000 times
@@ -87,6 +91,8 @@ class DataFlow(TorchFunctionMetadataMode):
         self._followed = WeakIdKeyDictionary()
         # what was computed from rows of examples
         self._of_examples = WeakIdKeyDictionary(dict.fromkeys(of_examples))
+        # of what is followed, what was computed from shapes alone
+        self._blank = WeakIdKeyDictionary()
         # along which sizes anything with a gradient was picked, which may have met others there
         self.picked = NONE
         # what was made of some rows of a tensor -> how many that had
@@ -102,9 +108,25 @@ class DataFlow(TorchFunctionMetadataMode):
     def __contains__(self, tensor: Tensor) -> bool:
         return tensor in self._followed
 
+    def of_batch(self, tensors: Iterable[Tensor]) -> bool:
+        """Tell whether any of the tensors holds something of the inputs, and not of their shapes alone."""
+        # what a view shows may have been written to its base
+        return any(
+            t in self._followed and not (t in self._blank and (t._base is None or t._base in self._blank))
+            for t in tensors
+        )
+
     def of_examples(self, tensors: Iterable[Tensor]) -> bool:
         """Tell whether any of the tensors was computed from an input with a row for each example."""
         return any(tensor in self._of_examples for tensor in tensors)
+
+    def _is_of_parameters(self, tensor: Tensor) -> bool:
+        """Tell whether a tensor was computed from tapped copies of parameters alone: its rows are whose they are given to."""
+        return type(tensor) is Tensor and tensor.requires_grad and not self.of_batch([tensor])
+
+    def _has_rows(self, tensor: Any) -> bool:
+        """Tell whether rows of a tensor may be those of examples."""
+        return isinstance(tensor, Tensor) and (tensor in self._followed or self._is_of_parameters(tensor))
 
     def routed(self, *tensors: Tensor) -> Sizes:
         """The sizes of the dimensions along which rows of any of the tensors may have been picked."""
@@ -140,15 +162,25 @@ class DataFlow(TorchFunctionMetadataMode):
             routed |= picked
             if any(tensor.requires_grad for tensor in tensors):
                 self.picked |= picked
-            of_examples = self.of_examples(tensors) and name not in SHARING
+            if routed and any(map(self._is_of_parameters, tensors)):
+                # copies of a parameter, one for each row that was picked
+                self.picked |= routed
+            blank = (name in BLANK and len(tensors) == 1) or not self.of_batch(tensors)
+            of_examples = self.of_examples(tensors) and name not in SHARING and not blank
             if base is not None and in_place(func, kwargs):
                 made.append(base)
                 whole = base._base
+                if whole is not None and not blank:
+                    self._blank.pop(whole, None)
                 if whole is not None and whole.dim() and base.shape[:1] != whole.shape[:1]:
                     # it was written to through a view of some of its rows
                     self.add(whole, self.routed(whole) | routed | (NONE if cut is None else FIRST))
             for leaf in made:
                 self.add(leaf, routed)
+                if blank:
+                    self._blank[leaf] = None
+                else:
+                    self._blank.pop(leaf, None)
                 if of_examples:
                     self._of_examples[leaf] = None
                 if cut is not None:
@@ -167,7 +199,7 @@ class DataFlow(TorchFunctionMetadataMode):
             return NONE.union(*(self._multiplied(name, a, b) for a, b in matrices))
         if name == "einsum" and isinstance(base, str):
             return self._summed(base.replace(" ", ""), tree_leaves(args[1:]))
-        if not isinstance(base, Tensor) or base not in self._followed:
+        if not isinstance(base, Tensor) or not self._has_rows(base):
             return NONE
         if name in ORDERING:
             return FIRST
@@ -177,7 +209,7 @@ class DataFlow(TorchFunctionMetadataMode):
         if name == "repeat_interleave":
             repeats = kwargs.get("repeats", other)
             return FIRST if isinstance(repeats, Tensor) else NONE
-        return self._indexed(base, other) if name == "__getitem__" else NONE
+        return self.indexed(base, other) if name == "__getitem__" else NONE
 
     def _multiplied(self, name: str, base: Tensor, other: Tensor) -> Sizes:
         """Along which dimension a product with one matrix for all, which may be that of a permutation, orders rows."""
@@ -185,12 +217,12 @@ class DataFlow(TorchFunctionMetadataMode):
         if isinstance(base, nn.Parameter) or isinstance(other, nn.Parameter):
             # frozen weights, which are the same for every batch
             return NONE
-        if other in self._followed and not base.requires_grad:
+        if self._has_rows(other) and not base.requires_grad:
             if other.dim() <= 2 or name == "tensordot":
                 found = FIRST
             elif base.shape[:-2].numel() == 1:
                 found = Sizes({other.shape[-2]})
-        if base in self._followed and not other.requires_grad and other.dim() > 1:
+        if self._has_rows(base) and not other.requires_grad and other.dim() > 1:
             found |= Sizes({base.shape[-1]}) if other.shape[:-2].numel() == 1 else NONE
         return found
 
@@ -204,12 +236,12 @@ class DataFlow(TorchFunctionMetadataMode):
         for term, tensor in given:
             for other, matrix in given:
                 apart = matrix is not tensor and not set(term) & set(other) & set(result)
-                if tensor in self._followed and apart and not matrix.requires_grad:
+                if self._has_rows(tensor) and apart and not matrix.requires_grad:
                     found |= NONE.union(*(_size(tensor, dim) for dim, x in _letters(term) if x not in result))
         return found
 
-    def _indexed(self, base: Tensor, index: Any) -> Sizes:
-        """Along which dimensions an index picks or orders rows."""
+    def indexed(self, base: Tensor, index: Any) -> Sizes:
+        """Return along which dimensions an index picks or orders rows."""
         (place, first), *rest = _parts(base, index) or [(0, None)]
         if not _is_list_of_rows(first) or place:
             return NONE.union(
@@ -231,7 +263,7 @@ class DataFlow(TorchFunctionMetadataMode):
         """Along which dimension an operation writes rows, which were not picked before, to places that it is told."""
         named = (kwargs[key] for key in ("src", "source", "values") if key in kwargs)
         source = args[RETURNING[name]] if len(args) > RETURNING[name] else next(named, None)
-        if not isinstance(source, Tensor) or source not in self._followed or self.routed(source):
+        if not isinstance(source, Tensor) or not self._has_rows(source) or self.routed(source):
             return NONE
         if name == "__setitem__":
             parts = _parts(args[0], args[1])

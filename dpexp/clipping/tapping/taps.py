@@ -146,6 +146,10 @@ class Recorder:
                 made = [t for t in tensors_in(output) if t.grad_fn is not None and self.flow.of_examples([t])]
                 self.current.returned = {node_key(t.grad_fn, t.output_nr) for t in made}
                 self.current.picked = self.flow.picked
+                for use in self.current.uses:
+                    if use.from_batch is False:
+                        # copies of parameters may have gone wherever rows were picked
+                        use.routed |= self.flow.picked
                 self.watched.append(self.current)
             self.last = weakref.ref(self.current)
             self.current.nodes += torch._C._autograd._get_sequence_nr()

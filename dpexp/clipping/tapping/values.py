@@ -98,7 +98,7 @@ def origin(recorder: Recorder, batched: Sequence[Tensor]) -> Origin:
         return None, False, NONE
     # what is picked at fewer places than there are examples, as an expert's weights are, is for several
     rows = [t for t in batched if t.is_floating_point() or t.numel() >= (recorder.rows or 0)]
-    return any(t in flow for t in batched), flow.of_examples(rows), flow.routed(*batched)
+    return flow.of_batch(batched), flow.of_examples(rows), flow.routed(*batched)
 
 
 def has_rows(call: Call, shape: torch.Size) -> bool:
