@@ -284,7 +284,8 @@ def each_to_its_own_disk(ranks: Ranks, folder: Path, wrap):
 def test_a_sharded_run_in_a_folder_of_each_machine_is_refused_before_the_first_step(tmp_path: Path):
     """The next rank 0 would not find the parts; a model that is whole is written by rank 0."""
     for told in run_ranks(2, tmp_path, each_to_its_own_disk, tmp_path / "sharded", shard):
-        assert "rank 0 cannot see __1_0.distcp of another rank in run/checkpoint/state-0.parts" in told
+        assert "rank 0 cannot see __1_0.distcp of another rank in " in told
+        assert f"{Path('sharded', 'machine 0', 'run', 'checkpoint', 'state-0.parts')}" in told
     assert not (tmp_path / "sharded" / "machine 0" / "run" / "ledger.jsonl").exists()
     assert run_ranks(2, tmp_path, each_to_its_own_disk, tmp_path / "whole", None) == [1, 1]
 
