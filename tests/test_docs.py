@@ -127,12 +127,14 @@ def test_pages_that_code_names_exist() -> None:
 
 def test_the_cost_of_several_processes_is_that_of_its_record() -> None:
     rows = re.findall(
-        r"^\| (all|LoRA).*, (\d+) tokens, (EPYC|Xeon) \|(.+)$", _text("docs/many_processes.md"), re.M
+        r"^\| (all|LoRA).*, (\d+) tokens, ([\w ,]+) \|(.+)$", _text("docs/many_processes.md"), re.M
     )
-    assert len(rows) == 5
-    for trained, tokens, machine, said in rows:
-        # the older record has no column for what is trained
-        name, column = ("cost", "") if machine == "EPYC" else ("cost_xeon", rf" \| {trained}[ \d]*")
+    assert len(rows) == 6
+    named = {"EPYC": "cost", "Xeon": "cost_xeon", "768 wide, EPYC": "cost_wide"}
+    for trained, tokens, where, said in rows:
+        name = named[where]
+        # the oldest record has no column for what is trained
+        column = "" if name == "cost" else rf" \| {trained}[ \d]*"
         found = re.findall(
             rf"^\| {tokens}{column} \| (\w+) \| ([\w, ]+) \| [\d.]+ \| [\d.]+ \| ([\d.]+) \|",
             _text(f"results/ranks/{name}.md"),
