@@ -20,6 +20,7 @@ from tests.clipping.naive import weighted_passes
 from tests.clipping.test_unusual_inputs import Batch, Own, linears
 from tests.clipping.test_unusual_models import rows, square
 from tests.clipping.test_users_code import ENGINES, D, exact_in_company
+from tests.versions import needs_torch
 
 
 def texts(*lengths: int) -> Batch:
@@ -360,7 +361,8 @@ def met_by_copies(self: Any, h: Tensor, mask: Tensor) -> Tensor:
     [
         written,
         written_by_index,
-        written_to_a_slice,
+        # torch 2.8 itself takes no slice behind a mask of two dimensions
+        pytest.param(written_to_a_slice, marks=needs_torch(2, 11)),
         given_copies,
         written_copies,
         written_zeros,
