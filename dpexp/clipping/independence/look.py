@@ -239,9 +239,7 @@ class Look:
         return UNUSED + WAY if unused else WAY
 
     def _is_rounding(
-        self,
-        runs: tuple[list[Inputs], list[Inputs]],
-        differs: Callable[..., bool | None],
+        self, runs: tuple[list[Inputs], list[Inputs]], differs: Callable[..., bool | None]
     ) -> bool:
         """Whether what differs is the same in 64 bits: large weights, as of a training that diverges, make much of rounding."""
         size = sum(p.numel() for p in self.replay.model.parameters())

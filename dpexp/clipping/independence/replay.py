@@ -355,13 +355,13 @@ def _widened(model: nn.Module) -> Iterator[None]:
         for name, t in table.items()
         if t is not None and t.is_floating_point()
     ]
-    # not in place: pending graphs know these tensors
-    wide: dict[Tensor, Tensor] = {t: t.detach().double() for _, _, t in before}
+    # not in place: pending graphs know these tensors; and what is tied stays one
+    wide: dict[Tensor, Tensor] = {t: _doubled("", t) for _, _, t in before}
+    wide |= {t: nn.Parameter(w, t.requires_grad) for t, w in wide.items() if isinstance(t, nn.Parameter)}
     default = torch.get_default_dtype()
     try:
         for table, name, t in before:
-            kind = functools.partial(nn.Parameter, requires_grad=t.requires_grad)
-            table[name] = kind(wide[t]) if isinstance(t, nn.Parameter) else wide[t]
+            table[name] = wide[t]
         torch.set_default_dtype(torch.float64)
         yield
     finally:

@@ -181,13 +181,11 @@ def _holds_elsewhere(
     Which of its tensors have the rows of examples is a guess by their shapes. A mask that hides nothing yet, ``[T, T]`` with as
     many positions as examples, looks right as one row for each example, until it hides something.
     """
-    by_row = weights.repeat_interleave(rows // len(weights))
-    for shift in (1.0, 0.0):
+    for of_any_sign in (True, False):
         generator = torch.Generator().manual_seed(len(saved))
-        others = tuple(_other_numbers(s, shift, generator) for s in saved)
+        others = tuple(_other_numbers(s, of_any_sign, generator) for s in saved)
         try:
-            weighted = layouts.weighted_rows(gy, layout, rows, by_row)
-            found = use.plain_gradients(others, weighted, set(use.names)).values()
+            found = use.plain_gradients(others, gy, set(use.names)).values()
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, ValueError, IndexError):
@@ -198,14 +196,15 @@ def _holds_elsewhere(
     return True
 
 
-def _other_numbers(tensor: Tensor, shift: float, generator: torch.Generator) -> Tensor:
-    """Return a tensor of the same kind whose rows are not all alike; without ``shift`` each number keeps its sign."""
+def _other_numbers(tensor: Tensor, of_any_sign: bool, generator: torch.Generator) -> Tensor:
+    """Return a tensor of the same kind whose rows are not all alike; each number keeps its sign unless it may have any."""
     if tensor.layout != torch.strided:
         return tensor
     if tensor.is_floating_point():
         size = tensor.to(wide(tensor.dtype)).square().mean().sqrt().to(tensor)
         noise = torch.randn(tensor.shape, generator=generator, device="cpu").to(tensor)
-        return tensor + noise * torch.where(size > 0, size, 1) if shift else tensor * (0.5 + noise.abs())
+        moved = tensor + noise * torch.where(size > 0, size, 1)
+        return moved if of_any_sign else tensor * (0.5 + noise.abs())
     if tensor.dtype != torch.bool:
         return tensor.flatten().roll(1).view(tensor.shape)
     # no three in a row are alike (the sequence of Thue and Morse): a mask that hides nothing then leaves something everywhere
