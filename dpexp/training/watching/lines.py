@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from dpexp.clipping.tapping.dataflow import in_place
 from dpexp.clipping.tapping.following import Followed
 
 # relative difference of numbers that are one, inverted or not
@@ -71,6 +70,15 @@ class Marks(WeakIdKeyDictionary):
         return super().__contains__(tensor) or self.shares_memory(tensor)
 
 
+class Part(NamedTuple):
+    """Where a tensor lies in a flat one; ``whole``: the number of that."""
+
+    whole: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
 @dataclass(frozen=True)
 class Slot:
     """The place of a tensor among the arguments of a function."""
@@ -92,10 +100,12 @@ class Line:
     counted: bool = False
     # whether it takes as many rows as there are examples, and some of them twice
     repeats: bool = False
-    # of what it has written to a part of, the number
-    whole: int | None = None
+    # numbers of what it has written to, and of what that is a part of
+    targets: Set[int] = frozenset()
     # running statistics, which it writes and does not use
     kept: Set[int] = frozenset()
+    # memory that it has written over
+    filled: Sequence[Part] = ()
 
     @cached_property
     def slots(self) -> list[int]:
@@ -109,10 +119,8 @@ class Line:
 
     @property
     def written(self) -> list[int]:
-        """The numbers of what it has returned, of the first argument where that was written to, and of what that is a part of."""
-        if not in_place(self.func, self.given[1]):
-            return [*self.made, *self.kept]
-        return [*self.made, *self.uses[:1], *([] if self.whole is None else [self.whole])]
+        """The numbers of what it has returned or written to."""
+        return [*self.made, *self.kept, *self.targets]
 
 
 @dataclass(frozen=True)
@@ -160,17 +168,6 @@ def version_of(tensor: Tensor) -> int:
 def address_of(tensor: Tensor) -> int:
     """Where a tensor begins; 0 where it has no place of its own."""
     return tensor.data_ptr() if type(tensor) in PLAIN and storage_of(tensor) else 0
-
-
-def lie_of(tensor: Tensor) -> tuple[Any, ...]:
-    """What is equal of two tensors that are one in all but their names, as ``t.data`` and ``t`` are."""
-    return (
-        tensor.untyped_storage()._cdata,
-        tensor.storage_offset(),
-        tensor.shape,
-        tensor.stride(),
-        tensor.dtype,
-    )
 
 
 def storage_of(tensor: Tensor) -> int:

@@ -18,6 +18,7 @@ from dpexp.clipping.independence.comparison import ROUNDING, bits_of
 from dpexp.clipping.survey.layouts import fixed_order
 from dpexp.errors import UntoldError, UserError, without_data
 from dpexp.training.watching.lines import ADDING, SHAPES, name_of
+from dpexp.training.watching.memory import Remains
 from dpexp.training.watching.owned import WRITTEN
 from dpexp.training.watching.padded import FACTORS, in_padding, padded_further
 from dpexp.training.watching.places import Place, rows_changed
@@ -143,10 +144,9 @@ class Redone:
             return "rows enter the model in an order that goes by the batch"
         if losses in self.trace.known.rowed:
             return ""
-        number = self.tape.numbers.get(losses)
-        if number is None:
+        if not self.tape.knows(losses):
             return "they are made by something else than torch's functions"
-        self._refuse_others(number, "losses depend")
+        self._refuse_others(self.tape.as_it_is(losses), "losses depend")
         for n in self.tape.returned:
             held, told = self.tape.held[n], self._told_rows(n)
             if told and not (held.dim() and len(told[0][0]) == len(held)):
@@ -346,13 +346,20 @@ class Redone:
 
     def _refuse_others(self, number: int, what: str) -> None:
         """Refuse what was computed with numbers of the whole batch, or from what an earlier one has left behind."""
-        earlier, counted = set(self.tape.old), set[int]()
+        earlier, counted, memory = set(self.tape.old), set[int](), self.tape.memory
+        remains = Remains(memory)
         for line in self.tape.lines:
-            if earlier.intersection(line.uses[name_of(line.func) in SHAPES :]):
-                earlier.update(line.written)
-            if line.counted or counted.intersection(line.uses):
-                counted.update(line.written)
-        if number in earlier:
+            # what is written over is not in what stands there then
+            over = line.targets if line.filled else frozenset()
+            used = [number for number in line.uses[name_of(line.func) in SHAPES :] if number not in over]
+            if not earlier.isdisjoint(used) or remains.among(used):
+                earlier.update(set(line.written) - memory.parts.keys())
+                remains.add(line.written)
+            else:
+                remains.remove(line.filled)
+            if line.counted or counted.intersection(memory.of(line.uses)):
+                counted.update(memory.of(line.written))
+        if number in earlier or remains.among([number]):
             raise UserError(EARLIER.format(what=what))
         if number in counted:
             raise UserError(COUNTED.format(what=what))
@@ -365,8 +372,8 @@ class Redone:
         taken = set[int]()
         for line in self.tape.lines:
             adds = name_of(line.func).rstrip("_") in ADDING
-            if line.repeats or (taken.intersection(line.uses) and not adds):
-                taken.update(line.written)
+            if line.repeats or (taken.intersection(self.tape.memory.of(line.uses)) and not adds):
+                taken.update(self.tape.memory.of(line.written))
         reached = [*chain.from_iterable(self.trace.calls), self.tape.numbers.get(losses)]
         if taken and (None in reached or taken.intersection(reached)):
             raise UserError(REPEATED)

@@ -12,7 +12,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from dpexp.clipping.independence.chance import Chance, WithoutChance
 from dpexp.clipping.operations.others import BROADCASTING
-from dpexp.clipping.tapping.dataflow import FEW, in_order, in_place
+from dpexp.clipping.tapping.dataflow import FEW, in_order
 from dpexp.errors import UntoldError
 from dpexp.training.watching.lines import (
     PLAIN,
@@ -21,11 +21,11 @@ from dpexp.training.watching.lines import (
     Number,
     Slot,
     address_of,
-    lie_of,
     name_of,
     running,
     storage_of,
 )
+from dpexp.training.watching.memory import Memory, written_by
 from dpexp.training.watching.owned import Owned
 from dpexp.training.watching.places import Place, Places, is_order
 from dpexp.training.watching.sizes import Sizes
@@ -97,6 +97,7 @@ class Tape:
         untold: number -> why nobody can say which dimension is the batch.
         entries: number -> whose entry of a list it is.
         old: numbers of what earlier batches have left behind.
+        memory: what is written to and was made by nothing that is written down.
         table: which function has made a table of examples by examples, in words.
         unsure: numbers of what has rows neither in front nor where somebody has said. A number of features may equal that of the
             examples, and of nodes of graphs end to end, or of parts of a batch, no size tells whose they are.
@@ -116,8 +117,7 @@ class Tape:
         self.unsure: set[int] = set()
         self.table = ""
         self._count = self._bytes = 0
-        # what was written to -> its number, which is that of whatever lies there by another name (t.data of t)
-        self._twins: dict[Any, int] = {}
+        self.memory = Memory()
 
     def line_of(self, func: Any, args: Any, kwargs: Any, given: list[Tensor]) -> Line:
         """A call and what it is given, which is held as it is now.
@@ -126,12 +126,15 @@ class Tape:
             UntoldError: why it cannot be written down.
         """
         name = name_of(func)
+        written = written_by(func, kwargs, given)
+        for tensor in written:
+            self._lay_flat(tensor)
         slots = tree_map_only(Tensor, lambda t: Slot(self._number(t)), (args, kwargs))
-        if in_place(func, kwargs):
-            for number, held in self.held.items():
-                if storage_of(held) == storage_of(given[0]):
-                    self.held[number] = held.clone()
-                    self.written.add(number)
+        places = {storage_of(tensor) for tensor in written}
+        for number, held in self.held.items():
+            if storage_of(held) in places:
+                self.held[number] = held.clone()
+                self.written.add(number)
         kept = {self.numbers[t] for t in running(func, args, kwargs, given)}
         self.held |= {number: self.held[number].clone() for number in kept & self.held.keys()}
         self.written |= kept
@@ -144,13 +147,13 @@ class Tape:
             for n in numbers:
                 self._sizes.note(len(self.lines), name, n)
         autocast = (kind, torch.get_autocast_dtype(kind)) if on else None
-        whole = self.numbers.get(given[0]._base) if given[0]._base is not None else None
         repeats = self._repeats(name, *in_order(args, kwargs))
-        if in_place(func, kwargs):
-            for tensor in (given[0], given[0]._base):
-                if tensor is not None and tensor in self.numbers and address_of(tensor):
-                    self._twins[lie_of(tensor)] = self.numbers[tensor]
-        return Line(func, slots, [], autocast, torch.is_grad_enabled(), counted, repeats, whole, kept)
+        bases = [tensor._base for tensor in written if tensor._base is not None]
+        targets = {self.numbers[tensor] for tensor in (*written, *bases) if tensor in self.numbers}
+        filled = self.memory.filled_by(func, args, written, "out" in kwargs)
+        return Line(
+            func, slots, [], autocast, torch.is_grad_enabled(), counted, repeats, targets, kept, filled
+        )
 
     def add(self, line: Line, made: list[Tensor]) -> None:
         """Write down a call that was made, and what it returned.
@@ -158,6 +161,11 @@ class Tape:
         Raises:
             UntoldError: there are too many.
         """
+        if made and not line.targets and all(self.memory.holds(tensor) for tensor in made):
+            # views, which are written down by where they lie
+            for tensor in made:
+                self._number(tensor)
+            return
         for tensor in made:
             if tensor not in self.numbers:
                 self.numbers[tensor] = self._count = self._count + 1
@@ -168,13 +176,26 @@ class Tape:
         if len(self.lines) > LONGEST:
             raise UntoldError(f"the loop calls more than {LONGEST} functions")
 
+    def knows(self, tensor: Tensor) -> bool:
+        """Whether it is written down how a tensor was made, or where it lies in memory that was written to."""
+        return tensor in self.numbers or self.memory.holds(tensor)
+
+    def as_it_is(self, tensor: Tensor) -> int:
+        """The number of a tensor that `knows`, with its values of now, whatever is written to its memory later."""
+        number = self._number(tensor)
+        return self._made_of(torch.clone, number) if number in self.memory.parts else number
+
+    def take_over(self, tensor: Tensor, other: Tensor) -> None:
+        """Let a tensor be what another one is, whose memory it has got (``tensor.data = other``)."""
+        self.numbers[tensor] = self._number(other)
+
     def behind(self, numbers: Iterable[int], needed: set[int] | None = None) -> set[int]:
         """Which lines tensors were computed by; ``needed`` is given the numbers of all that these use."""
         needed, found = set[int]() if needed is None else needed, set[int]()
-        needed.update(numbers)
+        needed.update(self.memory.of(numbers))
         for i, line in reversed(list(enumerate(self.lines))):
-            if needed.intersection(line.written):
-                needed.update(line.uses)
+            if needed.intersection(self.memory.of(line.written)):
+                needed.update(self.memory.of(line.uses))
                 found.add(i)
         return found
 
@@ -223,13 +244,13 @@ class Tape:
     def _number(self, tensor: Tensor) -> int:
         """The number of a tensor; what was made elsewhere is held."""
         if tensor not in self.numbers:
-            if tensor not in self._known.rowed and self._known.private.shares_memory(tensor):
-                if (twin := self._twins.get(lie_of(tensor))) is None:
+            if tensor not in self._known.rowed:
+                if self.memory.holds(tensor):
+                    return self._part(tensor)
+                if self._known.private.shares_memory(tensor):
                     raise UntoldError(
                         "values of the batch were written to a part of a tensor by way of another one"
                     )
-                self.numbers[tensor] = twin
-                return twin
             self.numbers[tensor] = self._count = self._count + 1
             with torch._C.DisableTorchFunctionSubclass():
                 self.held[self._count] = tensor.detach()
@@ -246,6 +267,36 @@ class Tape:
             elif self._known.is_old(tensor):
                 self.old.add(self._count)
         return self.numbers[tensor]
+
+    def _lay_flat(self, tensor: Tensor) -> None:
+        """Hold all the memory that a tensor is written to in, if nothing that is written down has made it."""
+        if not address_of(tensor) or self.memory.holds(tensor):
+            return
+        place = storage_of(tensor)
+        elsewhere = tensor not in self.numbers or any(storage_of(t) == place for t in self.held.values())
+        if not elsewhere or any(storage_of(t) == place for t in self._known.rowed):
+            return
+        alike = [t for t in self.numbers if storage_of(t) == place]
+        self._count += 1
+        old = self._known.is_old(tensor) or any(self.numbers[t] in self.old for t in alike)
+        self.held[self._count] = self.memory.add(tensor, self._count, old)
+        self.written.add(self._count)
+        for other in alike:
+            # from here on it is a part of what is written to
+            del self.numbers[other]
+
+    def _part(self, tensor: Tensor) -> int:
+        """Write down that a tensor is a part of memory that is written to, and return its number."""
+        part = self.memory.part_of(tensor)
+        self.numbers[tensor] = number = self._made_of(torch.as_strided, *part)
+        self.memory.parts[number] = part
+        return number
+
+    def _made_of(self, func: Any, number: int, *rest: Any) -> int:
+        """Write down a call that the loop itself has not made, and return the number of what it gives."""
+        self._count += 1
+        self.lines.append(Line(func, ((Slot(number), *rest), {}), [self._count], None))
+        return self._count
 
     def _place(self, number: int, tensor: Tensor) -> None:
         """Find the dimension that is the batch, and how many rows each example has there."""

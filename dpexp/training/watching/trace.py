@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,6 @@ from dpexp.errors import UserError, without_data
 from dpexp.training.watching.lines import (
     PLAIN,
     READING_SHAPES,
-    Line,
     Marks,
     Number,
     name_of,
@@ -34,6 +33,7 @@ from dpexp.training.watching.lines import (
     version_of,
 )
 from dpexp.training.watching.listening import listening
+from dpexp.training.watching.memory import written_by
 from dpexp.training.watching.owned import Owned
 from dpexp.training.watching.padded import Padding
 from dpexp.training.watching.places import Places
@@ -44,6 +44,8 @@ from dpexp.training.watching.tape import Known, Tape
 ESCAPES = {"tolist"}
 # as many numbers as somebody counts; shards of a model have more
 HANDFUL = 16
+Made = TypeVar("Made")
+
 WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 # given[0].data = given[1]
 SETTING = Tensor.data.__set__  # type: ignore[attr-defined]
@@ -197,7 +199,7 @@ class Trace(TorchFunctionMode):
             return
         # what the loop has made of the batch and hung on the model enters it, too
         hung = [t for module in self.model.modules() for t in vars(module).values() if isinstance(t, Tensor)]
-        entering = [*tensors_in((args, kwargs)), *(t for t in hung if t in self.tape.numbers)]
+        entering = [*tensors_in((args, kwargs)), *(t for t in hung if self.tape.knows(t))]
         self.used |= any(tensor in self._batch for tensor in entering)
         self._invented += [
             t.grad_fn for t in entering if t.grad_fn is not None and t not in self.known.private
@@ -214,10 +216,11 @@ class Trace(TorchFunctionMode):
         if self.failure:
             return
         for tensor in entering:
-            if tensor in self.tape.numbers:
-                self.calls[-1].append(self.tape.numbers[tensor])
-            elif tensor in self.known.rowed:
+            if tensor in self.known.rowed and tensor not in self.tape.numbers:
                 self.as_it_came |= len(self.rows.fits(tensor)) == 1
+            elif self.tape.knows(tensor):
+                if (number := self._tried(self.tape.as_it_is, tensor)) is not None:
+                    self.calls[-1].append(number)
             elif self.known.is_old(tensor):
                 if torch.is_grad_enabled():
                     raise UserError(EARLIER.format(what="what enters the model depends"))
@@ -259,8 +262,9 @@ class Trace(TorchFunctionMode):
         )
         if self._inside:
             return self._made_within(func, args, kwargs, given)
-        if given and in_place(func, kwargs):
-            self._own.refuse_written_sum(given[0])
+        written = written_by(func, kwargs, given)
+        for tensor in written:
+            self._own.refuse_written_sum(tensor)
         if "c10d" in str(func) or str(getattr(func, "__module__", "")).startswith("torch.distributed"):
             # not done again, which all ranks would have to do at once
             result = func(*args, **kwargs)
@@ -268,14 +272,16 @@ class Trace(TorchFunctionMode):
             return result
         if self.failure:
             return self._followed(func, args, kwargs, given)
-        known = (self.tape.numbers, self.known.rowed, self.known.within, self.known.told)
+        known = (self.tape.numbers, self.known.rowed, self.known.within, self.known.told, self.known.private)
         inner = [_unwrapped(t) for t in given]
         if any(t is not wrapped for t, wrapped in zip(inner, given, strict=True)) and any(
             t in tensors for t in inner for tensors in known
         ):
             self._stop("torch.func (vmap, grad) is not looked into", lasting=True)
             return self._followed(func, args, kwargs, given)
-        if not any(t in tensors for t in given for tensors in known):
+        # what a later batch finds there is told by what is written over now
+        renews = any(self.known.is_old(t) for t in written)
+        if not renews and not any(t in tensors for t in given for tensors in known):
             return self._of_earlier(func, args, kwargs, given)
         self._refuse_scaled(given)
         self._have_kept(given)
@@ -287,7 +293,7 @@ class Trace(TorchFunctionMode):
         # what is written to is noted as it was
         line = (
             None
-            if opaque or not (in_place(func, kwargs) or running(func, args, kwargs, given))
+            if opaque or not (written or running(func, args, kwargs, given))
             else self._tried(self.tape.line_of, func, args, kwargs, given)
         )
         result = self._followed(func, args, kwargs, given)
@@ -299,6 +305,8 @@ class Trace(TorchFunctionMode):
             self._have_rows(t for t in made if t not in self.known.told)
         elif line is not None:
             self._tried(self.tape.add, line, made)
+        elif func == SETTING:
+            self._tried(self.tape.take_over, *given)
         elif any(version_of(t) != v for t, v in zip(given, before, strict=True)) or name_of(func) in ESCAPES:
             why = f"{name_of(func)} writes to what it is given, or makes numbers of Python of it"
             self._stop(why, lasting=True)
@@ -377,7 +385,7 @@ class Trace(TorchFunctionMode):
         if sys._getframe(2).f_code.co_filename == SCALERS and given[0].shape[:1] == (self.examples,):
             raise UserError(SCALED)
 
-    def _tried(self, action: Callable[..., Line | None], *arguments: Any) -> Line | None:
+    def _tried(self, action: Callable[..., Made], *arguments: Any) -> Made | None:
         """What goes wrong here is no concern of the loop."""
         try:
             return action(*arguments)
@@ -399,7 +407,8 @@ class Trace(TorchFunctionMode):
 
 def _written(func: Any, kwargs: Any, given: list[Tensor]) -> list[Any]:
     """What a function has written to, and what that is a part of."""
-    return [given[0], given[0]._base] if in_place(func, kwargs) or func == SETTING else []
+    written = given[:1] if func == SETTING else written_by(func, kwargs, given)
+    return [*written, *(tensor._base for tensor in written)]
 
 
 def _entries(batch: Any, examples: int, times: Collection[int]) -> Iterator[tuple[Tensor, int]]:

@@ -1,0 +1,205 @@
+"""What a loop of one's own does with memory that it keeps: a buffer for inputs, labels or losses, which each batch is written to.
+
+Whatever name it goes by, what is written there is followed; what an earlier batch has left there counts until it is written over.
+"""
+
+import pytest
+import torch
+from torch import nn
+
+from dpexp.errors import UserError
+from tests.training.own_loop import make, train
+
+
+def cross_entropy(model, x, y):
+    return nn.functional.cross_entropy(model(x), y, reduction="none")
+
+
+def run(tmp_path, losses, size=16, **settings):
+    """``losses(model, x, y, n, buffer)``; the buffer lives as long as the loop."""
+    buffer = torch.zeros(size + 4, 10)
+
+    def of(engine, batch):
+        return losses(engine.model, *batch, len(batch[0]), buffer)
+
+    engine = make(tmp_path, **({"batch_size": 24} | settings))
+    assert train(engine, size, losses=of).finished
+    assert not engine.clipper.notes
+
+
+def written(model, x, y, n, buffer):
+    buffer[:n] = x
+    return cross_entropy(model, buffer[:n], y)
+
+
+def copied(model, x, y, n, buffer):
+    buffer[:n].copy_(x)
+    return cross_entropy(model, buffer[:n], y)
+
+
+def by_another_name(model, x, y, n, buffer):
+    buffer.detach().narrow(0, 0, n).copy_(x)
+    return cross_entropy(model, buffer[:n], y)
+
+
+def row_by_row(model, x, y, n, buffer):
+    for i in range(n):
+        buffer[i].copy_(x[i])
+    return cross_entropy(model, buffer[:n], y)
+
+
+def by_columns(model, x, y, n, buffer):
+    buffer[:n, :3], buffer[:n, 3:] = x[:, :3], x[:, 3:]
+    return cross_entropy(model, buffer[:n], y)
+
+
+def transposed(model, x, y, n, buffer):
+    buffer.t()[:, :n] = x.t()
+    return cross_entropy(model, buffer[:n], y)
+
+
+def added_to_zeros(model, x, y, n, buffer):
+    buffer.zero_()
+    buffer[:n].add_(x)
+    return cross_entropy(model, buffer[:n], y)
+
+
+def computed_into(model, x, y, n, buffer):
+    torch.mul(x, 2, out=buffer[:n])
+    return cross_entropy(model, buffer[:n], y)
+
+
+def drawn(model, x, y, n, buffer):
+    buffer.normal_()
+    return cross_entropy(model, x + buffer[:n], y)
+
+
+def targets(model, x, y, n, buffer):
+    buffer.zero_()
+    buffer[:n, :3].scatter_(1, y[:, None], 1.0)
+    return -(model(x).log_softmax(1) * buffer[:n, :3]).sum(1)
+
+
+def for_a_log(model, x, y, n, buffer):
+    losses = cross_entropy(model, x, y)
+    buffer[0].mul_(0.9)
+    buffer[0, 0] += losses.detach().sum()
+    return losses
+
+
+@pytest.mark.parametrize(
+    "losses",
+    [
+        written, copied, by_another_name, row_by_row, by_columns, transposed, added_to_zeros, computed_into, drawn, targets,
+        for_a_log,
+    ],
+)  # fmt: skip
+def test_a_buffer_that_each_batch_is_written_to_is_taken(tmp_path, losses):
+    run(tmp_path, losses)
+
+
+def centred(x):
+    return x - x.mean(0)
+
+
+def into_a_slice(x, n, buffer):
+    buffer[:n].copy_(centred(x))
+    return buffer[:n]
+
+
+def as_data(x, n, buffer):
+    buffer.data[:n] = centred(x)
+    return buffer[:n]
+
+
+def flattened(x, n, buffer):
+    buffer.view(-1)[: 10 * n] = centred(x).flatten()
+    return buffer[:n]
+
+
+def by_out(x, n, buffer):
+    torch.sub(x, x.mean(0), out=buffer[:n])
+    return buffer[:n]
+
+
+def in_parts(x, n, buffer):
+    for part, own in zip(buffer[:n].split(4), centred(x).split(4), strict=True):
+        part.copy_(own)
+    return buffer[:n]
+
+
+def with_another_memory(x, n, buffer):
+    made = torch.zeros(n, 10)
+    made.data = centred(x)
+    return made
+
+
+def one_beside(x, n, buffer):
+    buffer[:n] = x
+    buffer[1 : n + 1] += x
+    return buffer[:n]
+
+
+@pytest.mark.parametrize(
+    "entering",
+    [into_a_slice, as_data, flattened, by_out, in_parts, with_another_memory, one_beside],
+)
+@pytest.mark.parametrize("new", [False, True])
+def test_what_is_written_to_a_buffer_is_followed(tmp_path, entering, new):
+    def losses(model, x, y, n, buffer):
+        return cross_entropy(model, entering(x, n, torch.zeros(20, 10) if new else buffer), y)
+
+    with pytest.raises(UserError, match="mixes examples before they enter"):
+        run(tmp_path, losses)
+
+
+def what_is_not_written_over(x, n, buffer):
+    buffer[: n - 1] = x[1:]
+    entering = x + buffer[n - 1 : n]
+    buffer[:n] = x
+    return entering
+
+
+def before_it_is_written_over(x, n, buffer):
+    entering = x + buffer[:1]
+    buffer[:n] = x
+    buffer.zero_()
+    buffer[1 : n + 1] = x
+    return entering
+
+
+def over_what_is_copied_elsewhere(x, n, buffer):
+    other = torch.zeros(64, 10)
+    other[:n].copy_(buffer[:n])
+    buffer[:n] = x
+    return x + other[:n]
+
+
+def of_the_last_one(x, n, buffer):
+    entering = x + torch.where(torch.arange(n)[:, None] == 0, buffer[:n], 0)
+    buffer[:n] = x
+    return entering
+
+
+@pytest.mark.parametrize(
+    "entering",
+    [what_is_not_written_over, before_it_is_written_over, over_what_is_copied_elsewhere, of_the_last_one],
+)
+def test_what_an_earlier_batch_has_left_in_a_buffer_is_refused(tmp_path, entering):
+    def losses(model, x, y, n, buffer):
+        return cross_entropy(model, entering(x, n, buffer), y)
+
+    with pytest.raises(UserError, match="an earlier batch has left behind"):
+        # 60 rows: no batch is smaller than what it leaves
+        run(tmp_path, losses, size=60)
+
+
+def test_losses_in_a_buffer_are_followed(tmp_path):
+    def losses(model, x, y, n, buffer):
+        found = cross_entropy(model, x, y)
+        kept = torch.zeros(20)
+        kept[:n].copy_(found.detach())
+        return found / kept[:n].max()
+
+    with pytest.raises(UserError, match="mixes examples: the loss of one"):
+        run(tmp_path, losses)
