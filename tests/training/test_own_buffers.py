@@ -3,6 +3,7 @@
 Whatever name it goes by, what is written there is followed; what an earlier batch has left there counts until it is written over.
 """
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -203,3 +204,28 @@ def test_losses_in_a_buffer_are_followed(tmp_path):
 
     with pytest.raises(UserError, match="mixes examples: the loss of one"):
         run(tmp_path, losses)
+
+
+def normalised(model, x, y):
+    values = x.numpy()
+    return cross_entropy(model, torch.from_numpy((values - values.mean(0)) / values.std()), y)
+
+
+def weighted_by_counts(model, x, y):
+    shares = 1 / np.bincount(y.numpy())[y.numpy()]
+    return cross_entropy(model, x, y) * torch.tensor(shares, dtype=torch.float32)
+
+
+def measured(model, x, y):
+    outputs = model(x)
+    np.mean(outputs.detach().numpy().argmax(1) == y.numpy())
+    return nn.functional.cross_entropy(outputs, y, reduction="none") * torch.ones(len(y))
+
+
+@pytest.mark.parametrize(
+    ("losses", "noted"), [(normalised, True), (weighted_by_counts, True), (measured, False)]
+)
+def test_it_is_said_where_a_batch_goes_through_numpy(tmp_path, losses, noted):
+    engine = make(tmp_path)
+    train(engine, losses=lambda engine, batch: losses(engine.model, *batch))
+    assert any("through numpy" in note for note in engine.clipper.notes) == noted

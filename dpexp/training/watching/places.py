@@ -6,9 +6,10 @@ what the collate function has told decides; else nothing does, and another batch
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle, islice
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -117,3 +118,21 @@ def is_order(tensor: Tensor) -> bool:
     if tensor.dim() != 1 or tensor.is_floating_point() or tensor.dtype == torch.bool:
         return False
     return bool((tensor.sort().values == torch.arange(len(tensor), device=tensor.device)).all())
+
+
+def entries(batch: Any, examples: int, times: Collection[int]) -> Iterator[tuple[Tensor, int]]:
+    """Yield the tensors of lists with an entry for each example, as long as it likes, and whose they are.
+
+    Inputs and targets are two tensors, too: of as many rows as two examples have, one or several `times` each.
+    """
+    if isinstance(batch, Mapping):
+        batch = list(batch.values())
+    if not isinstance(batch, list | tuple):
+        return
+    tensors = [part for part in batch if isinstance(part, Tensor)]
+    rows = [(examples * number,) for number in times]
+    if len(tensors) == len(batch) == examples and any(t.shape[:1] not in rows for t in tensors):
+        yield from zip(tensors, range(examples), strict=True)
+    else:
+        for part in batch:
+            yield from entries(part, examples, times)

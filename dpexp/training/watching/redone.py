@@ -17,12 +17,11 @@ from torch import Tensor
 from dpexp.clipping.independence.comparison import ROUNDING, bits_of
 from dpexp.clipping.survey.layouts import fixed_order
 from dpexp.errors import UntoldError, UserError, without_data
-from dpexp.training.watching.lines import ADDING, SHAPES, name_of
-from dpexp.training.watching.memory import Remains
+from dpexp.training.watching.flows import REPEATED, refuse_others, refuse_repeated
 from dpexp.training.watching.owned import WRITTEN
 from dpexp.training.watching.padded import FACTORS, in_padding, padded_further
 from dpexp.training.watching.places import Place, rows_changed
-from dpexp.training.watching.trace import COUNTED, EARLIER, REPEATED, Trace
+from dpexp.training.watching.trace import Trace
 
 # factor of floating-point numbers in rows that stand in the place of others
 SCALE = 3.0
@@ -117,7 +116,7 @@ class Redone:
         for name, buffer in trace.model.named_buffers():
             if buffer in trace.known.private or buffer in trace.known.before:
                 raise UserError(WRITTEN.format(name=name))
-        self._refuse_repeated(losses)
+        refuse_repeated(self.tape, [*chain.from_iterable(trace.calls), self.tape.numbers.get(losses)])
         try:
             trace.failure = trace.failure or self._failure(losses)
             behind = self.tape.behind([*chain.from_iterable(trace.calls), self.tape.numbers.get(losses, 0)])
@@ -146,7 +145,7 @@ class Redone:
             return ""
         if not self.tape.knows(losses):
             return "they are made by something else than torch's functions"
-        self._refuse_others(self.tape.as_it_is(losses), "losses depend")
+        refuse_others(self.tape, self.tape.as_it_is(losses), "losses depend")
         for n in self.tape.returned:
             held, told = self.tape.held[n], self._told_rows(n)
             if told and not (held.dim() and len(told[0][0]) == len(held)):
@@ -265,7 +264,7 @@ class Redone:
         Raises:
             UserError: they depend on other examples.
         """
-        self._refuse_others(number, "what enters the model depends")
+        refuse_others(self.tape, number, "what enters the model depends")
         try:
             whole = self._again(number)[0]
             others = [self._other(number, half) for half in self._halves]
@@ -343,40 +342,6 @@ class Redone:
         found = {n: self._rows[n] for n in call if n in self._rows}
         alike = [rows for rows in found.values() if held.dim() and len(rows[0]) == len(held)]
         return alike or (list(found.values()) if self._unplaced.issuperset(call) else [])
-
-    def _refuse_others(self, number: int, what: str) -> None:
-        """Refuse what was computed with numbers of the whole batch, or from what an earlier one has left behind."""
-        earlier, counted, memory = set(self.tape.old), set[int](), self.tape.memory
-        remains = Remains(memory)
-        for line in self.tape.lines:
-            # what is written over is not in what stands there then
-            over = line.targets if line.filled else frozenset()
-            used = [number for number in line.uses[name_of(line.func) in SHAPES :] if number not in over]
-            if not earlier.isdisjoint(used) or remains.among(used):
-                earlier.update(set(line.written) - memory.parts.keys())
-                remains.add(line.written)
-            else:
-                remains.remove(line.filled)
-            if line.counted or counted.intersection(memory.of(line.uses)):
-                counted.update(memory.of(line.written))
-        if number in earlier or remains.among([number]):
-            raise UserError(EARLIER.format(what=what))
-        if number in counted:
-            raise UserError(COUNTED.format(what=what))
-
-    def _refuse_repeated(self, losses: Tensor) -> None:
-        """Refuse a batch of as many rows, of which some are taken twice: their examples would have two shares of the sum.
-
-        What belongs to examples, several to one and none to another, may by chance be as many: it is added up by whose it is.
-        """
-        taken = set[int]()
-        for line in self.tape.lines:
-            adds = name_of(line.func).rstrip("_") in ADDING
-            if line.repeats or (taken.intersection(self.tape.memory.of(line.uses)) and not adds):
-                taken.update(self.tape.memory.of(line.written))
-        reached = [*chain.from_iterable(self.trace.calls), self.tape.numbers.get(losses)]
-        if taken and (None in reached or taken.intersection(reached)):
-            raise UserError(REPEATED)
 
     def _is_chance(self, scaled: Any) -> bool:
         """Whether a number goes by the batch by chance: in arithmetic with an entry of a list, which is of one example; or if a

@@ -52,6 +52,8 @@ class Known:
         within: what the model's own forward has made of the batch -> in which of its calls.
         listed: what stands in lists with an entry for each example -> whose it is.
         told: what ranks have told each other, which other examples are in.
+        left: whether numpy was given values of the batch.
+        came: whether something with rows of the batch came from elsewhere afterwards.
     """
 
     def __init__(self, before: Marks, own: Owned, data: Iterable[Tensor] = ()):
@@ -59,6 +61,7 @@ class Known:
         self.rowed, self.returned = WeakIdKeyDictionary(), WeakIdKeyDictionary()
         self.within, self.told = WeakIdKeyDictionary(), WeakIdKeyDictionary()
         self.listed = WeakIdKeyDictionary()
+        self.left = self.came = False
         self._own = own
         self._data = [(t.data_ptr(), t.data_ptr() + t.nbytes) for t in data if t.is_contiguous()]
 
@@ -185,6 +188,11 @@ class Tape:
         number = self._number(tensor)
         return self._made_of(torch.clone, number) if number in self.memory.parts else number
 
+    def note_arrival(self, tensor: Tensor) -> None:
+        """Note a tensor of which nothing is known, if it may be what numpy has made of the batch."""
+        known = self._known
+        known.came |= known.left and bool(self._rows.fits(tensor)) and not self._constant(tensor)
+
     def take_over(self, tensor: Tensor, other: Tensor) -> None:
         """Let a tensor be what another one is, whose memory it has got (``tensor.data = other``)."""
         self.numbers[tensor] = self._number(other)
@@ -266,6 +274,8 @@ class Tape:
                     self.returned[self._count] = self._known.returned[tensor]
             elif self._known.is_old(tensor):
                 self.old.add(self._count)
+            else:
+                self.note_arrival(tensor)
         return self.numbers[tensor]
 
     def _lay_flat(self, tensor: Tensor) -> None:

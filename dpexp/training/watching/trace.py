@@ -7,7 +7,7 @@ The model's own forward is left out, into which the clipper looks. What is writt
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from typing import Any, TypeVar
 
@@ -22,6 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from dpexp.clipping.tapping.dataflow import in_place, tensors_in
 from dpexp.errors import UserError, without_data
+from dpexp.training.watching.flows import EARLIER, REPEATED
 from dpexp.training.watching.lines import (
     PLAIN,
     READING_SHAPES,
@@ -36,12 +37,14 @@ from dpexp.training.watching.listening import listening
 from dpexp.training.watching.memory import written_by
 from dpexp.training.watching.owned import Owned
 from dpexp.training.watching.padded import Padding
-from dpexp.training.watching.places import Places
+from dpexp.training.watching.places import Places, entries
 from dpexp.training.watching.sizes import Sizes
 from dpexp.training.watching.tape import Known, Tape
 
 # from here on what the loop does is not written down: it goes by numbers of Python
 ESCAPES = {"tolist"}
+# what they return is no tensor, and may become one that nobody knows
+LEAVING = {"numpy", "__array__", "__dlpack__"}
 # as many numbers as somebody counts; shards of a model have more
 HANDFUL = 16
 Made = TypeVar("Made")
@@ -51,16 +54,6 @@ WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 SETTING = Tensor.data.__set__  # type: ignore[attr-defined]
 DIFFERENTIATING = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 
-EARLIER = (
-    "{what} on what an earlier batch has left behind (a running mean, a memory bank, a replay buffer): that holds other "
-    "examples, without noise; or on rows of the data set that the loop has read beside its batch (negatives, a mean over all). "
-    "This voids any guarantee. Leave it out, or make it of public data; what belongs to an example stands in the data set"
-)
-COUNTED = (
-    "{what} on a number that the loop has made of its batch or of the one before (.item(), float(), a mean that the model gives "
-    "back or keeps, what ranks add up or gather, a gradient of all losses together), and so on all of its examples, whether a "
-    "gradient shows it or not. This voids any guarantee. Leave it out, or use a public one"
-)
 NOT_PUBLIC = (
     "within engine.public() the model is given values of the private batch, of an earlier one, or rows of the data set: give it "
     "public rows alone there"
@@ -70,12 +63,6 @@ UNUSED = (
     "of rows that the loop takes by itself. Compute losses from the batch that engine.batches() yields. What C++ or torch.jit "
     "makes of it is not seen: call one of torch's own functions on it too"
 )
-REPEATED = (
-    "the loop takes rows of its batch so that some stand twice (a bootstrap, classes made equally frequent, a row in place "
-    "of another): their examples have two losses each, and move the clipped sum by twice the threshold. Leave it out: in a "
-    "Poisson sample every example stands once"
-)
-
 SCALED = (
     "a GradScaler has scaled the losses: every gradient would be clipped as if it were that much longer. Leave it out: bf16 "
     "needs none, and for fp16 PrivacyEngine(..., loss_scale=...) takes a fixed scale, which is taken off before clipping"
@@ -150,7 +137,7 @@ class Trace(TorchFunctionMode):
         self._open = ExitStack()
         self._have_rows(tensors_in(batch))
         self._batch = WeakIdKeyDictionary(dict.fromkeys(tensors_in(batch)))
-        self.known.listed.update(dict(_entries(batch, examples, self.sizes.times)))
+        self.known.listed.update(dict(entries(batch, examples, self.sizes.times)))
         # of what else a batch may hold, nobody sees what is read
         self.used = not self._batch or not all(isinstance(leaf, Tensor) for leaf in tree_leaves(batch))
         for tensor in tensors_in(batch):
@@ -227,6 +214,8 @@ class Trace(TorchFunctionMode):
                 # evaluated: what comes of it may not enter losses
                 self._of_batch = False
                 self._old_inside = True
+            else:
+                self.tape.note_arrival(tensor)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         if module is self.model:
@@ -323,6 +312,7 @@ class Trace(TorchFunctionMode):
         private = any(t in self.known.private for t in values_of(func, given))
         if private:
             self._own.look_at_parameters(func, given, self.known.private)
+            self.known.left |= name_of(func) in LEAVING and self.examples > 1
         result = func(*args, **kwargs)
         if private:
             self.sizes.add_count(result)
@@ -409,24 +399,6 @@ def _written(func: Any, kwargs: Any, given: list[Tensor]) -> list[Any]:
     """What a function has written to, and what that is a part of."""
     written = given[:1] if func == SETTING else written_by(func, kwargs, given)
     return [*written, *(tensor._base for tensor in written)]
-
-
-def _entries(batch: Any, examples: int, times: Collection[int]) -> Iterator[tuple[Tensor, int]]:
-    """Yield the tensors of lists with an entry for each example, as long as it likes, and whose they are.
-
-    Inputs and targets are two tensors, too: of as many rows as two examples have, one or several `times` each.
-    """
-    if isinstance(batch, Mapping):
-        batch = list(batch.values())
-    if not isinstance(batch, list | tuple):
-        return
-    tensors = [part for part in batch if isinstance(part, Tensor)]
-    rows = [(examples * number,) for number in times]
-    if len(tensors) == len(batch) == examples and any(t.shape[:1] not in rows for t in tensors):
-        yield from zip(tensors, range(examples), strict=True)
-    else:
-        for part in batch:
-            yield from _entries(part, examples, times)
 
 
 def _unwrapped(tensor: Tensor) -> Tensor:

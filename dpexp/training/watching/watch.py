@@ -45,6 +45,11 @@ PADDED = (
 )
 NOTE = "losses were not looked at for values that mix examples ({why}): engine.look_at_losses(losses, batch) asks for them again"
 
+THROUGH_NUMPY = (
+    "the loop takes its batch through numpy, and nobody sees whether examples are mixed there: compute with torch, or in the "
+    "data set, each example by itself"
+)
+
 
 class LossWatch:
     """Watches physical batches of a loop: the first until four have told something; the 16th, the 64th and so on; the first two
@@ -174,6 +179,8 @@ class LossWatch:
         trace = self._trace
         if trace is None:
             return
+        if trace.known.came:
+            self._note(THROUGH_NUMPY)
         # who tries again after a refusal is watched again
         tried, self._tried = self._tried, 0
         try:
@@ -201,10 +208,12 @@ class LossWatch:
         sure = self._told >= TOLD and told and not trace.sizes.scaled and not trace.felt
         self._tried = PATIENCE if sure else tried + 1
         if not told and (trace.lasting or self._tried == PATIENCE):
-            note = NOTE.format(why=trace.failure or "nothing in them goes by the rows of the batch")
-            if note not in self.notes:
-                self.notes.append(note)
-                log.warning(note)
+            self._note(NOTE.format(why=trace.failure or "nothing in them goes by the rows of the batch"))
+
+    def _note(self, note: str) -> None:
+        if note not in self.notes:
+            self.notes.append(note)
+            log.warning(note)
 
     def _told_by(self, trace: Trace, losses: Tensor) -> bool | None:
         """Whether a batch has told that its examples are kept apart; None where a batch of another size is to say so.
