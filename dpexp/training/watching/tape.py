@@ -54,6 +54,7 @@ class Known:
         told: what ranks have told each other, which other examples are in.
         left: whether numpy was given values of the batch.
         came: whether something with rows of the batch came from elsewhere afterwards.
+        drawn: what torch has made of no tensor: noise, zeros, an order.
     """
 
     def __init__(self, before: Marks, own: Owned, data: Iterable[Tensor] = ()):
@@ -62,6 +63,7 @@ class Known:
         self.within, self.told = WeakIdKeyDictionary(), WeakIdKeyDictionary()
         self.listed = WeakIdKeyDictionary()
         self.left = self.came = False
+        self.drawn = WeakIdKeyDictionary()
         self._own = own
         self._data = [(t.data_ptr(), t.data_ptr() + t.nbytes) for t in data if t.is_contiguous()]
 
@@ -188,10 +190,12 @@ class Tape:
         number = self._number(tensor)
         return self._made_of(torch.clone, number) if number in self.memory.parts else number
 
-    def note_arrival(self, tensor: Tensor) -> None:
-        """Note a tensor of which nothing is known, if it may be what numpy has made of the batch."""
+    def note_arrival(self, tensor: Tensor) -> bool:
+        """Note a tensor of which nothing is known, if numpy may have made it of the batch; return if it may have its rows."""
         known = self._known
-        known.came |= known.left and bool(self._rows.fits(tensor)) and not self._constant(tensor)
+        rows = bool(self._rows.fits(tensor)) and tensor not in known.drawn and not self._constant(tensor)
+        known.came |= known.left and rows
+        return rows
 
     def take_over(self, tensor: Tensor, other: Tensor) -> None:
         """Let a tensor be what another one is, whose memory it has got (``tensor.data = other``)."""

@@ -45,6 +45,8 @@ from dpexp.training.watching.tape import Known, Tape
 ESCAPES = {"tolist"}
 # what they return is no tensor, and may become one that nobody knows
 LEAVING = {"numpy", "__array__", "__dlpack__"}
+# and these make tensors of what is none
+COMING = {"tensor", "as_tensor", "asarray"}
 # as many numbers as somebody counts; shards of a model have more
 HANDFUL = 16
 Made = TypeVar("Made")
@@ -129,6 +131,8 @@ class Trace(TorchFunctionMode):
         self.calls: list[list[int]] = []
         # whether rows of the batch enter the model in the order in which they came
         self.as_it_came = False
+        # whether anything of the batch has entered the model, and anything with its rows of which nothing is known
+        self._met = self._strange = False
         # nodes of the graphs of what a generator gives to the model, which private examples have not gone through
         self._invented: list[Any] = []
         # calls of the model that are not over
@@ -139,13 +143,20 @@ class Trace(TorchFunctionMode):
         self._batch = WeakIdKeyDictionary(dict.fromkeys(tensors_in(batch)))
         self.known.listed.update(dict(entries(batch, examples, self.sizes.times)))
         # of what else a batch may hold, nobody sees what is read
-        self.used = not self._batch or not all(isinstance(leaf, Tensor) for leaf in tree_leaves(batch))
+        self.whole = all(isinstance(leaf, Tensor) for leaf in tree_leaves(batch))
+        self.used = not self._batch or not self.whole
         for tensor in tensors_in(batch):
             if not tensor.dim():
                 # a constant of the collate function; or what it has counted
                 self.known.private.pop(tensor, None)
                 if tensor.dtype in WHOLE:
                     self.sizes.add_count(int(tensor))
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether the loop seems to make something of the batch by what is not seen."""
+        whole = bool(self._batch) and self.whole
+        return self.known.came or (whole and self._strange and not self._met)
 
     # -- watching -----------------------------------------------------------------------------------------------------
 
@@ -202,6 +213,7 @@ class Trace(TorchFunctionMode):
         self.calls.append([])
         if self.failure:
             return
+        self._met |= any(t in self.known.rowed or self.tape.knows(t) for t in entering)
         for tensor in entering:
             if tensor in self.known.rowed and tensor not in self.tape.numbers:
                 self.as_it_came |= len(self.rows.fits(tensor)) == 1
@@ -215,7 +227,7 @@ class Trace(TorchFunctionMode):
                 self._of_batch = False
                 self._old_inside = True
             else:
-                self.tape.note_arrival(tensor)
+                self._strange |= self.tape.note_arrival(tensor)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         if module is self.model:
@@ -363,6 +375,8 @@ class Trace(TorchFunctionMode):
         """Call a function of nothing in this batch; what it makes of what an earlier one has left behind is left behind, too."""
         old = any(self.known.is_old(t) for t in values_of(func, given))
         result = func(*args, **kwargs)
+        if all(t in self.known.drawn for t in given) and name_of(func) not in COMING:
+            self.known.drawn.update(dict.fromkeys(tensors_in(result)))
         if old:
             self.known.before.update({t: None for t in tree_leaves(result) if type(t) in PLAIN})
             for tensor in (*_written(func, kwargs, given), *running(func, args, kwargs, given)):

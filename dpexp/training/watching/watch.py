@@ -45,9 +45,9 @@ PADDED = (
 )
 NOTE = "losses were not looked at for values that mix examples ({why}): engine.look_at_losses(losses, batch) asks for them again"
 
-THROUGH_NUMPY = (
-    "the loop takes its batch through numpy, and nobody sees whether examples are mixed there: compute with torch, or in the "
-    "data set, each example by itself"
+UNSEEN = (
+    "the loop makes something of its batch by other means than torch's functions in its own thread (numpy, torch.jit, C++), and "
+    "nobody sees whether examples are mixed there: compute with torch, or in the data set, each example by itself"
 )
 
 
@@ -179,8 +179,8 @@ class LossWatch:
         trace = self._trace
         if trace is None:
             return
-        if trace.known.came:
-            self._note(THROUGH_NUMPY)
+        if trace.elsewhere:
+            self._note(UNSEEN)
         # who tries again after a refusal is watched again
         tried, self._tried = self._tried, 0
         try:
