@@ -118,6 +118,14 @@ class AnyClipper(ABC):
         self._independence.losses_seen = True
 
     @property
+    def counted(self) -> str:
+        """What of the model goes by how often it was called, in words, as far as a look has shown; "" if nothing does.
+
+        Harmless where each step calls it equally often, and not where the pieces of a step follow from who was drawn.
+        """
+        return self._independence.counted
+
+    @property
     def extra(self) -> list[nn.Parameter]:
         """Parameters that exist for the sake of their ``grad`` alone: sums that are released besides."""
         return []

@@ -39,7 +39,7 @@ from dpexp.privacy.sampling import stream
 from dpexp.privacy.sensitivity import noisy_fractions, noisy_means
 from dpexp.training.batching import Sampler, microbatches, physical_batches
 from dpexp.training.decisions import Decisions
-from dpexp.training.refusals import refuse_narrow, refuse_processes, refuse_shards
+from dpexp.training.refusals import refuse_counted, refuse_narrow, refuse_processes, refuse_shards
 from dpexp.training.release import Release
 from dpexp.training.searches.base import StepSearch
 from dpexp.training.sums import Sums
@@ -304,7 +304,9 @@ class Steps:
                     "the clipper's thresholds were changed in the middle of a step, whose noise is for those that it began with: "
                     "leave them to the engine (clip_norm, target_quantile)"
                 )
-            return self.clipper.backward(losses, clip_scales, loss_scale=self.loss_scale)
+            report = self.clipper.backward(losses, clip_scales, loss_scale=self.loss_scale)
+            refuse_counted(self.clipper)
+            return report
         if len(losses):
             weight = 0.0 if self._lent else self.loss_scale
             (losses.sum() * weight).backward()

@@ -218,6 +218,65 @@ def test_nothing_that_moves_the_weights_goes_by_the_number_of_pieces(tmp_path, c
     assert engine.steps_taken == engine.ledger.steps_charged == 0
 
 
+class Annealed(nn.Module):
+    """Lets less and less through, by the number of its forwards."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return x / self.calls
+
+
+class Following(nn.Linear):
+    """A layer beside a teacher, which follows it a little in every forward."""
+
+    def __init__(self, features):
+        super().__init__(features, features)
+        self.teacher = nn.Parameter(torch.zeros(features, features), requires_grad=False)
+
+    def forward(self, x):
+        self.teacher.data.lerp_(self.weight.data, 0.1)
+        return super().forward(x) - nn.functional.linear(x, self.teacher)
+
+
+def spectral():
+    return nn.utils.parametrizations.spectral_norm(nn.Linear(10, 10), n_power_iterations=1)
+
+
+@pytest.mark.parametrize(
+    ("part", "words"),
+    [
+        (Annealed, "what .* returns"),
+        (lambda: Following(10), "'teacher'"),
+        (spectral, "'_u'"),
+    ],
+    ids=["annealed", "teacher", "spectral norm"],
+)
+def test_nothing_of_the_model_goes_by_the_number_of_pieces(tmp_path, part, words):
+    """As above: an example more is a piece more, after which all others meet another model."""
+    torch.manual_seed(0)
+    engine = make(tmp_path, nn.Sequential(part(), network()))
+    with pytest.raises(UserError, match=f"{words}.* goes by how often the model was called"):
+        train(engine)
+    assert engine.steps_taken == engine.ledger.steps_charged == 0
+
+
+def test_what_the_model_keeps_may_move_on_where_the_step_is_taken(tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(spectral(), network())
+    norm = model[0].parametrizations.weight[0].eval()
+    engine, before = make(tmp_path, model), norm._u.clone()
+    for batch in engine.batches(physical_batch_size=8):
+        if engine.step(losses_of(engine, batch)):
+            norm.train()(model[0].parametrizations.weight.original.detach())
+            norm.eval()
+    assert engine.finished
+    assert not torch.equal(norm._u, before)
+
+
 @pytest.mark.parametrize("change", [decayed, rated])
 def test_weights_and_learning_rate_may_be_changed_between_two_steps(tmp_path, change):
     engine = make(tmp_path)
