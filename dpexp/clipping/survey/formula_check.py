@@ -27,6 +27,8 @@ from dpexp.clipping.tapping.uses import ForwardPass, PullBack, Use, Value
 LARGE = 1 << 24
 # how much longer than another the gradient is by which a clamped one shows; a power of two rounds both alike
 FAR = 2.0**13
+# of numbers whose products have squares that can be added up in 32 bits
+HUGE = 1e8
 
 
 class Formulas:
@@ -144,8 +146,28 @@ def _part(tensor: Tensor, examples: slice, num_examples: int) -> Tensor:
 def _agrees(
     use: Use, saved: tuple[Tensor, ...], gy: Tensor, layout: layouts.Layout, rows: int, weights: Tensor
 ) -> bool:
-    # NaN hides a formula, and zeros agree with every one (a gate that is closed at first): any other gradient tells as much
-    saved, gy = tuple(finite(s) for s in saved), finite(gy)
+    # NaN hides a formula
+    given = tuple(finite(s) for s in (gy, *saved))
+    if _agrees_on(use, given[1:], given[0], layout, rows, weights):
+        return True
+    # what is huge overflows, here or there: which way an example takes must not go by whether somebody else is huge
+    smaller = tuple(map(_moderate, given))
+    same = all(a is b for a, b in zip(given, smaller, strict=True))
+    return not same and _agrees_on(use, smaller[1:], smaller[0], layout, rows, weights)
+
+
+def _moderate(tensor: Tensor) -> Tensor:
+    """Replace what is huge by zero."""
+    if not tensor.is_floating_point() or tensor.layout != torch.strided:
+        return tensor
+    huge = tensor.abs() > HUGE
+    return tensor.masked_fill(huge, 0) if bool(huge.any()) else tensor
+
+
+def _agrees_on(
+    use: Use, saved: tuple[Tensor, ...], gy: Tensor, layout: layouts.Layout, rows: int, weights: Tensor
+) -> bool:
+    # zeros agree with every formula (a gate that is closed at first): any other gradient tells as much
     if not bool(gy.any()):
         gy = torch.randn(gy.shape, generator=torch.Generator().manual_seed(gy.dim()), device="cpu").to(gy)
     low = use.autocast is not None or torch.finfo(gy.dtype).bits < 32
