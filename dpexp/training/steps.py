@@ -15,6 +15,7 @@ sample and fresh noise, and charged again.
 """
 
 import hmac
+import itertools
 import math
 import random
 from collections.abc import Callable, Iterator, Mapping
@@ -251,6 +252,11 @@ class Steps:
         """Seed again where the batch of the present piece is made, and making it has seeded: a data set does so by its rows."""
         if self._seeds.seeded:
             self._seed(f"forward {self._number}", self.taken)
+
+    def seeds(self, name: str) -> Iterator[int]:
+        """Yield any number of seeds for what the present piece draws by generators of this name, see `seed`."""
+        for number in itertools.count():
+            yield stream(self.key, f"{name} {self._number} {number}", self.taken, self.attempt)
 
     def check_seeds(self) -> None:
         """Raise `UserError` where the losses of the present piece have drawn from another seed; see `SeedGuard`."""

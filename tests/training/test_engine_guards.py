@@ -600,3 +600,35 @@ def test_dropout_does_not_draw_from_a_seed_that_making_a_batch_has_left(tmp_path
     assert len(set(one)) == len(one)
     assert drawn("again", 11) == one
     assert not set(drawn("another key", 12)) & set(one)
+
+
+class Jittered(torch.utils.data.Dataset):
+    """Draws from generators of its own, of every kind, and of a transform's."""
+
+    def __init__(self, seed):
+        self.rows, self.drawn = [x for x, _ in TASK.train], []
+        self.own = np.random.default_rng(seed), random.Random(seed)
+        transforms = [torch.Generator().manual_seed(seed)], {"old": np.random.RandomState(seed)}
+        self.transform = lambda: (
+            float(torch.rand(1, generator=transforms[0][0])),
+            transforms[1]["old"].rand(),
+        )
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, i):
+        drawn = self.own[0].random(), self.own[1].random(), *self.transform()
+        self.drawn.append(drawn)
+        return self.rows[i] + sum(drawn), TASK.train[i][1]
+
+
+def test_what_a_data_set_draws_from_generators_of_its_own_follows_from_the_key(tmp_path):
+    """Under a seed that others know, an example more would change what is drawn for all that are read after it."""
+    found = []
+    for number, (seed, key) in enumerate([(0, 11), (1, 11), (0, 12)]):
+        engine = make(tmp_path / str(number), dataset=Jittered(seed), data_name="jittered", noise_seed=key)
+        found.append(np.asarray(train(engine, steps=2)._run.dataset.drawn))
+    assert np.array_equal(found[0], found[1])
+    # and each piece, whatever it has been read after, has its own
+    assert all(len(np.unique(column)) == len(column) for column in np.concatenate([found[0], found[2]]).T)
