@@ -15,7 +15,6 @@ sample and fresh noise, and charged again.
 """
 
 import hmac
-import itertools
 import math
 import random
 from collections.abc import Callable, Iterator, Mapping
@@ -38,6 +37,7 @@ from dpexp.privacy.fingerprint import checksum
 from dpexp.privacy.noise import seed_torch
 from dpexp.privacy.sampling import stream
 from dpexp.privacy.sensitivity import noisy_fractions, noisy_means
+from dpexp.training import generators
 from dpexp.training.batching import Sampler, microbatches, physical_batches
 from dpexp.training.decisions import Decisions
 from dpexp.training.refusals import refuse_counted, refuse_narrow, refuse_processes, refuse_shards
@@ -64,6 +64,7 @@ class Steps:
         search: moves the weights in the place of the optimiser, and may release more of the same sample, as the plan says.
         public: per-example gradients of public examples, for the methods that ask for them (`dpexp.clipping.methods.whole`).
         on_taken: called after each step.
+        data: what examples are read from.
         ranks: the processes that take the steps together. Each computes its share of every logical batch; the sums are added
             up over ranks once, behind the last piece, and every rank then adds the same noise to the same sum.
 
@@ -88,6 +89,7 @@ class Steps:
         search: StepSearch | None = None,
         public: Callable[[], Rows] | None = None,
         on_taken: Callable[[], None] | None = None,
+        data: Any = None,
         ranks: Ranks = ALONE,
     ):
         if not ranks.several:
@@ -103,7 +105,8 @@ class Steps:
         self.optimizer, self.sampler, self.key = optimizer, sampler, key
         self.expected_batch, self.policy, self.release = expected_batch, policy, release
         self.decisions, self.loss_scale, self.clip_scales = decisions, loss_scale, clip_scales
-        self.on_taken, self.search = on_taken, search
+        self.on_taken, self.search, self.data = on_taken, search, data
+        self._generators: list[generators.Generator] = []
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.device = self.parameters[0].device
         self.public, clipper = public, self.clipper
@@ -215,6 +218,7 @@ class Steps:
                 )
             self.expected_batch = self.release.plan.rate(step) * self.release.plan.num_examples
         drawn = self.sampler.draw(step, attempt)
+        self._generators = generators.of(self.data)
         cut: list[np.ndarray] = []
         if isinstance(self.clipper, MicrobatchClipper) and self.release is not None:
             count = max(1, round(self.expected_batch / self.clipper.size))
@@ -240,23 +244,20 @@ class Steps:
         return pieces
 
     def seed(self, step: int, number: int) -> None:
-        """Seed what a physical batch draws: dropout, and masks of a collate function.
+        """Seed what a physical batch draws: dropout, masks of a collate function, and what generators of the data itself give.
 
         These draw by place in the batch, and one more example moves the places of the others. In public that would let
         it move the sum by more than its own share; in secret all places are alike (docs/privacy.md). The seed depends on
         key, step, attempt and piece alone, so that resuming needs no state.
         """
         self._seed(f"dropout {number}", step)
+        for place, generator in enumerate(self._generators):
+            generators.seed(generator, stream(self.key, f"data {number} {place}", step, self.attempt))
 
     def made(self) -> None:
         """Seed again where the batch of the present piece is made, and making it has seeded: a data set does so by its rows."""
         if self._seeds.seeded:
             self._seed(f"forward {self._number}", self.taken)
-
-    def seeds(self, name: str) -> Iterator[int]:
-        """Yield any number of seeds for what the present piece draws by generators of this name, see `seed`."""
-        for number in itertools.count():
-            yield stream(self.key, f"{name} {self._number} {number}", self.taken, self.attempt)
 
     def check_seeds(self) -> None:
         """Raise `UserError` where the losses of the present piece have drawn from another seed; see `SeedGuard`."""

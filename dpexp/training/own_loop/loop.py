@@ -19,7 +19,6 @@ from dpexp.clipping import Clipper
 from dpexp.clipping.distributed import refuse_reducer
 from dpexp.clipping.given import check_losses
 from dpexp.errors import UserError
-from dpexp.training.own_loop import generators
 from dpexp.training.own_loop.arguments import check_numbers
 from dpexp.training.own_loop.units import Units
 from dpexp.training.steps import Steps
@@ -81,7 +80,6 @@ class OwnLoop:
         self._collation = Collation(clipper, units.ordered)
         # which of the loops over batches is the present one
         self._present: object = None
-        self._generators: list[generators.Generator] = []
 
     def batches(
         self, collate_fn: Collate, physical_batch_size: int, length: Length | None, steps: int | None
@@ -110,7 +108,6 @@ class OwnLoop:
         self._present = present = object()
         if self._watch.begin_loop():
             self._collation.forget()
-        self._generators = generators.of(self.dataset)
         try:
             while self.steps.taken < last:
                 self.refuse_wrappers()
@@ -133,7 +130,6 @@ class OwnLoop:
     def _begin(self, collate_fn: Collate, piece: Any, alone: bool) -> Any:
         """Make the batch of a piece, and watch what becomes of it."""
         numbers, count = self.units.rows(piece, self.steps.key, self.steps.taken), len(piece)
-        generators.seed(self._generators, self.steps.seeds("generators of the data"))
         # as torch's DataLoader does: data sets that read several rows at once are faster so
         several = getattr(self.dataset, "__getitems__", None)
         examples = several(numbers) if several else [self.dataset[i] for i in numbers]

@@ -30,17 +30,16 @@ def of(dataset: Any) -> list[Generator]:
     return list(_within(dataset, DEPTH, set()))
 
 
-def seed(generators: list[Generator], numbers: Iterator[int]) -> None:
-    """Seed each with a number of its own, in [0, 2^63)."""
-    for generator, number in zip(generators, numbers, strict=False):
-        if isinstance(generator, torch.Generator):
-            generator.manual_seed(number)
-        elif isinstance(generator, random.Random):
-            generator.seed(number)
-        elif isinstance(generator, np.random.RandomState):
-            generator.seed([number & 0xFFFFFFFF, number >> 32])
-        else:
-            generator.bit_generator.state = type(generator.bit_generator)(number).state
+def seed(generator: Generator, number: int) -> None:
+    """Let a generator begin with a number in [0, 2^63)."""
+    if isinstance(generator, torch.Generator):
+        generator.manual_seed(number)
+    elif isinstance(generator, random.Random):
+        generator.seed(number)
+    elif isinstance(generator, np.random.RandomState):
+        generator.seed([number & 0xFFFFFFFF, number >> 32])
+    else:
+        generator.bit_generator.state = type(generator.bit_generator)(number).state
 
 
 def _within(value: Any, depth: int, seen: set[int]) -> Iterator[Generator]:
