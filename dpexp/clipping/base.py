@@ -167,6 +167,9 @@ class AnyClipper(ABC):
         """Let forwards inside be none of training: nothing of them is looked at, or waits for a back-propagation."""
         return self._independence.elsewhere()
 
+    def new_batch(self) -> None:
+        """Tell that another batch begins: losses of an earlier forward are then refused, where forwards are followed."""
+
     def may_begin_again(self) -> None:
         """Tell that the caller begins a step again on a `LateError`: rows that a model picks are then proven at less cost."""
 

@@ -190,6 +190,8 @@ class Steps:
             for number, piece in enumerate(pieces):
                 self._number = number * self.ranks.size + self.ranks.rank
                 self.seed(step, self._number)
+                if self.clipper is not None:
+                    self.clipper.new_batch()
                 self.piece, self._lent = piece, number >= len(pieces) - self.borrowed
                 yield piece
                 if not self._left:

@@ -116,6 +116,21 @@ def test_noise_that_cannot_be_added_is_refused_before_it_is_charged(tmp_path):
     assert engine.ledger.steps_charged == 0
 
 
+def test_outputs_of_an_earlier_batch_do_not_count_again(tmp_path):
+    """The examples of that batch would be in the sum twice, each time with a clipped gradient."""
+    engine = make(tmp_path)
+    loop = engine.batches(physical_batch_size=4)
+    first = next(loop)
+    kept = engine.model(first[0])
+    engine.step(losses_of(engine, first))
+    second = next(loop)
+    engine.model(second[0])
+    with pytest.raises(UserError, match="from a forward of an earlier batch"):
+        engine.step(nn.functional.cross_entropy(kept, first[1], reduction="none"))
+    loop.close()
+    assert engine.ledger.steps_charged == 0
+
+
 def test_two_loops_at_once_are_noticed(tmp_path):
     engine = make(tmp_path)
     _, one = first_batch(engine)
