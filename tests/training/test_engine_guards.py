@@ -282,8 +282,11 @@ def test_nothing_of_the_model_goes_by_the_number_of_pieces(tmp_path, part, words
 def test_what_the_model_keeps_may_move_on_where_the_step_is_taken(tmp_path):
     torch.manual_seed(0)
     model = nn.Sequential(spectral(), network())
-    norm = model[0].parametrizations.weight[0].eval()
-    engine, before = make(tmp_path, model), norm._u.clone()
+    norm, engine = model[0].parametrizations.weight[0], make(tmp_path, model)
+    with pytest.raises(UserError, match="how often the model was called"):
+        train(engine)
+    norm.eval()
+    before = norm._u.clone()
     for batch in engine.batches(physical_batch_size=8):
         if engine.step(losses_of(engine, batch)):
             norm.train()(model[0].parametrizations.weight.original.detach())

@@ -270,7 +270,10 @@ class Independence:
         for look in looks:
             if look.supposed is not None:
                 self._note(SUPPOSED, "")
-        self.counted = next((look.counted for look in looks if look.counted), self.counted)
+        self.counted = next((look.counted for look in looks if look.counted), "")
+        if self.counted:
+            # who goes on is looked at again
+            self.looks.pop(mode, None)
         for why in [look.one_way for look in looks if look.one_way]:
             self._note(ONE_WAY, why)
 
