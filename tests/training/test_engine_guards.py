@@ -295,9 +295,39 @@ def test_what_the_model_keeps_may_move_on_where_the_step_is_taken(tmp_path):
     assert not torch.equal(norm._u, before)
 
 
-@pytest.mark.parametrize("change", [decayed, rated])
+class Taught(nn.Module):
+    """A network with a frozen teacher, and a counter that is saved."""
+
+    def __init__(self):
+        super().__init__()
+        self.student, self.teacher = network(), network().requires_grad_(False)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x):
+        return self.student(x) + self.teacher(x)
+
+
+def followed(engine):
+    for old, new in zip(engine.model.teacher.parameters(), engine.model.student.parameters(), strict=True):
+        old.data.lerp_(new.data + 1, 0.1)
+
+
+def counted(engine):
+    engine.model.seen = engine.model.seen + 1
+
+
+@pytest.mark.parametrize("change", [followed, counted])
+def test_a_teacher_or_a_saved_number_does_not_move_with_each_piece(tmp_path, change):
+    """As above: how often it has moved tells how many were drawn."""
+    engine = make(tmp_path, Taught())
+    with pytest.raises(UserError, match="in the middle of a batch"):
+        train(engine, 4, after=lambda batch: change(engine))
+    assert engine.ledger.steps_charged == 0
+
+
+@pytest.mark.parametrize("change", [decayed, rated, followed, counted])
 def test_weights_and_learning_rate_may_be_changed_between_two_steps(tmp_path, change):
-    engine = make(tmp_path)
+    engine = make(tmp_path, Taught())
     for batch in engine.batches(physical_batch_size=4):
         if engine.step(losses_of(engine, batch)):
             change(engine)
