@@ -8,7 +8,9 @@ What was computed in 16 bits is compared in float32, on copies: the rounding of 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Mapping, Set
+from contextlib import suppress
 from dataclasses import replace
 
 import torch
@@ -148,12 +150,13 @@ def _agrees(
 ) -> bool:
     # NaN hides a formula
     given = tuple(finite(s) for s in (gy, *saved))
-    if _agrees_on(use, given[1:], given[0], layout, rows, weights):
-        return True
-    # what is huge overflows, here or there: which way an example takes must not go by whether somebody else is huge
-    smaller = tuple(map(_moderate, given))
-    same = all(a is b for a, b in zip(given, smaller, strict=True))
-    return not same and _agrees_on(use, smaller[1:], smaller[0], layout, rows, weights)
+    with suppress(OverflowError):
+        return _agrees_on(use, given[1:], given[0], layout, rows, weights)
+    # that tells nothing: which way an example takes must not go by whether somebody else is huge
+    given = tuple(map(_moderate, given))
+    with suppress(OverflowError):
+        return _agrees_on(use, given[1:], given[0], layout, rows, weights)
+    return False
 
 
 def _moderate(tensor: Tensor) -> Tensor:
@@ -261,7 +264,11 @@ def _compared(
     weights: Tensor,
     rough: bool,
 ) -> bool:
-    """``rough``: whether something on the way was rounded to 16 bits."""
+    """Compare on these numbers; ``rough``: whether something on the way was rounded to 16 bits.
+
+    Raises:
+        OverflowError: they are too large.
+    """
     names, num = set(use.names), len(weights)
     by_row = weights.repeat_interleave(rows // num)
     found = layouts.per_example(use, saved, gy, layout, rows, num, names)
@@ -277,8 +284,11 @@ def _compared(
         expected = reference.pop(name, None)
         if expected is not None:
             scale = scale + _norm(expected)
-        difference = _difference(found[name], weights, expected, (gy, *saved))
-        if not bool(_norm(difference) <= tolerance * scale + floor):
+        difference = float(_norm(_difference(found[name], weights, expected, (gy, *saved))))
+        allowed = float(tolerance * scale + floor)
+        if not (math.isfinite(difference) and math.isfinite(allowed)):
+            raise OverflowError
+        if difference > allowed:
             return False
     return True
 
