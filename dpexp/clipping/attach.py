@@ -314,6 +314,10 @@ class Clipper(AnyClipper):
             "PrivacyEngine, or clipper.detach(), first"
         )
 
+    def new_batch(self) -> None:
+        """Tell that another batch begins; see `AnyClipper.new_batch`."""
+        self._backend.new_batch()
+
     def may_begin_again(self) -> None:
         self._backend.may_begin_again()
 

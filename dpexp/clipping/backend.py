@@ -51,6 +51,9 @@ class Backend(ABC):
     def forget(self) -> None:
         """The batch is empty: no backward pass comes."""
 
+    def new_batch(self) -> None:
+        """Another batch begins: no losses of it come from the forwards so far."""
+
     def may_begin_again(self) -> None:
         """Whoever steps begins a step again on a `LateError`."""
 
@@ -134,6 +137,9 @@ class TapBackend(Backend):
             step = Step(visit, self.setup, factors)
             step.measure()
             return *step.finish(), visit.input_gradients
+
+    def new_batch(self) -> None:
+        self.recorder.new_batch()
 
     def may_begin_again(self) -> None:
         self.survey.waiting.allowed = True

@@ -118,6 +118,14 @@ class AnyClipper(ABC):
         self._independence.losses_seen = True
 
     @property
+    def counted(self) -> str:
+        """What of the model goes by how often it was called, in words, as far as a look has shown; "" if nothing does.
+
+        Harmless where each step calls it equally often, and not where the pieces of a step follow from who was drawn.
+        """
+        return self._independence.counted
+
+    @property
     def extra(self) -> list[nn.Parameter]:
         """Parameters that exist for the sake of their ``grad`` alone: sums that are released besides."""
         return []
@@ -158,6 +166,9 @@ class AnyClipper(ABC):
     def elsewhere(self) -> AbstractContextManager[None]:
         """Let forwards inside be none of training: nothing of them is looked at, or waits for a back-propagation."""
         return self._independence.elsewhere()
+
+    def new_batch(self) -> None:
+        """Tell that another batch begins: losses of an earlier forward are then refused, where forwards are followed."""
 
     def may_begin_again(self) -> None:
         """Tell that the caller begins a step again on a `LateError`: rows that a model picks are then proven at less cost."""

@@ -20,6 +20,9 @@ AUTOMATIC_GAMMA = 0.01
 SMALLEST = 1e-12
 """Of thresholds, and of norms that a gradient is divided by: float32 has no squares of numbers below 1e-19, and a gradient of a
 billion of them would be longer than its norm says."""
+LARGEST = 1e12
+"""Of factors: one of the two tensors whose product is a gradient is multiplied by it, may be as large as the other is small, and
+overflows: infinity times zero is NaN in the sum of all."""
 
 
 def abadi(sq_norms: Tensor, thresholds: Tensor | float) -> Tensor:
@@ -29,16 +32,17 @@ def abadi(sq_norms: Tensor, thresholds: Tensor | float) -> Tensor:
 
 def automatic(sq_norms: Tensor, thresholds: Tensor | float) -> Tensor:
     """``C / (||g|| + gamma)`` with gamma = 0.01 (AUTO-S, the stable form of automatic clipping, Bu et al. 2022b)."""
-    return thresholds / (sq_norms.sqrt() + AUTOMATIC_GAMMA)
+    return (thresholds / (sq_norms.sqrt() + AUTOMATIC_GAMMA)).clamp_(max=LARGEST)
 
 
 def normalized(sq_norms: Tensor, thresholds: Tensor | float) -> Tensor:
-    """``C / ||g||`` (AUTO-V, automatic clipping without gamma, Bu et al. 2022b), ``C / SMALLEST`` for what is shorter than that.
+    """``C / ||g||`` (AUTO-V, automatic clipping without gamma, Bu et al. 2022b), ``C / SMALLEST`` for what is shorter than that,
+    and at most `LARGEST`.
 
     A zero gradient has the factor 0.
     """
     lengths = sq_norms.clamp(min=SMALLEST**2)
-    return (lengths.rsqrt() * thresholds).masked_fill_(sq_norms == 0, 0.0)
+    return (lengths.rsqrt() * thresholds).clamp_(max=LARGEST).masked_fill_(sq_norms == 0, 0.0)
 
 
 def shortened(gradient: Tensor, factor: Tensor) -> Tensor:

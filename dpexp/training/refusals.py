@@ -1,4 +1,4 @@
-"""What a step cannot be taken with: processes that nobody counted, shards over a part of them, sums of 16 bits."""
+"""What a step cannot be taken with: processes that nobody counted, shards over a part of them, sums of 16 bits, counted calls."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from dpexp.clipping import Clipper
+from dpexp.clipping.base import AnyClipper
 from dpexp.errors import UserError
 from dpexp.parallel import Ranks
 from dpexp.parallel.shards import is_sharded
@@ -48,6 +49,18 @@ def refuse_narrow(parameters: Sequence[Tensor], clipper: Any) -> None:
         "an example could move them by more than its threshold. Keep the weights in float32 (model.float()) and compute in 16 "
         "bits by autocast; or take clip=flat with engine=auto, in one process or under ddp"
     )
+
+
+def refuse_counted(clipper: AnyClipper) -> None:
+    """Refuse a model that goes by how often it was called: once for each physical batch, and their number is private."""
+    if clipper.counted:
+        raise UserError(
+            f"{clipper.counted} goes by how often the model was called (a counter, a temperature that falls, a teacher that "
+            "follows, the power iteration of a spectral norm). A step calls it once for each physical batch, and how many of "
+            "these there are follows from who was drawn: no noise covers that. Let it go by the number of steps, which is "
+            "public: a loop moves it on where engine.step(losses) returns True, and leaves it alone in between (eval() of that "
+            "module)"
+        )
 
 
 def refuse_processes() -> None:

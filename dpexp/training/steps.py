@@ -37,9 +37,10 @@ from dpexp.privacy.fingerprint import checksum
 from dpexp.privacy.noise import seed_torch
 from dpexp.privacy.sampling import stream
 from dpexp.privacy.sensitivity import noisy_fractions, noisy_means
+from dpexp.training import generators
 from dpexp.training.batching import Sampler, microbatches, physical_batches
 from dpexp.training.decisions import Decisions
-from dpexp.training.refusals import refuse_narrow, refuse_processes, refuse_shards
+from dpexp.training.refusals import refuse_counted, refuse_narrow, refuse_processes, refuse_shards
 from dpexp.training.release import Release
 from dpexp.training.searches.base import StepSearch
 from dpexp.training.sums import Sums
@@ -63,6 +64,7 @@ class Steps:
         search: moves the weights in the place of the optimiser, and may release more of the same sample, as the plan says.
         public: per-example gradients of public examples, for the methods that ask for them (`dpexp.clipping.methods.whole`).
         on_taken: called after each step.
+        data: what examples are read from.
         ranks: the processes that take the steps together. Each computes its share of every logical batch; the sums are added
             up over ranks once, behind the last piece, and every rank then adds the same noise to the same sum.
 
@@ -87,6 +89,7 @@ class Steps:
         search: StepSearch | None = None,
         public: Callable[[], Rows] | None = None,
         on_taken: Callable[[], None] | None = None,
+        data: Any = None,
         ranks: Ranks = ALONE,
     ):
         if not ranks.several:
@@ -102,7 +105,8 @@ class Steps:
         self.optimizer, self.sampler, self.key = optimizer, sampler, key
         self.expected_batch, self.policy, self.release = expected_batch, policy, release
         self.decisions, self.loss_scale, self.clip_scales = decisions, loss_scale, clip_scales
-        self.on_taken, self.search = on_taken, search
+        self.on_taken, self.search, self.data = on_taken, search, data
+        self._generators: list[generators.Generator] = []
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.device = self.parameters[0].device
         self.public, clipper = public, self.clipper
@@ -186,6 +190,8 @@ class Steps:
             for number, piece in enumerate(pieces):
                 self._number = number * self.ranks.size + self.ranks.rank
                 self.seed(step, self._number)
+                if self.clipper is not None:
+                    self.clipper.new_batch()
                 self.piece, self._lent = piece, number >= len(pieces) - self.borrowed
                 yield piece
                 if not self._left:
@@ -214,6 +220,7 @@ class Steps:
                 )
             self.expected_batch = self.release.plan.rate(step) * self.release.plan.num_examples
         drawn = self.sampler.draw(step, attempt)
+        self._generators = generators.of(self.data)
         cut: list[np.ndarray] = []
         if isinstance(self.clipper, MicrobatchClipper) and self.release is not None:
             count = max(1, round(self.expected_batch / self.clipper.size))
@@ -239,13 +246,15 @@ class Steps:
         return pieces
 
     def seed(self, step: int, number: int) -> None:
-        """Seed what a physical batch draws: dropout, and masks of a collate function.
+        """Seed what a physical batch draws: dropout, masks of a collate function, and what generators of the data itself give.
 
         These draw by place in the batch, and one more example moves the places of the others. In public that would let
         it move the sum by more than its own share; in secret all places are alike (docs/privacy.md). The seed depends on
         key, step, attempt and piece alone, so that resuming needs no state.
         """
         self._seed(f"dropout {number}", step)
+        for place, generator in enumerate(self._generators):
+            generators.seed(generator, stream(self.key, f"data {number} {place}", step, self.attempt))
 
     def made(self) -> None:
         """Seed again where the batch of the present piece is made, and making it has seeded: a data set does so by its rows."""
@@ -304,7 +313,9 @@ class Steps:
                     "the clipper's thresholds were changed in the middle of a step, whose noise is for those that it began with: "
                     "leave them to the engine (clip_norm, target_quantile)"
                 )
-            return self.clipper.backward(losses, clip_scales, loss_scale=self.loss_scale)
+            report = self.clipper.backward(losses, clip_scales, loss_scale=self.loss_scale)
+            refuse_counted(self.clipper)
+            return report
         if len(losses):
             weight = 0.0 if self._lent else self.loss_scale
             (losses.sum() * weight).backward()

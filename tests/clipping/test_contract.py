@@ -107,6 +107,22 @@ def test_an_example_too_large_for_an_operation_is_alone_in_the_first_batch_too(
     assert float((sums[0] - sums[1]).norm()) <= 0.5 * (1 + 1e-5)
 
 
+def test_whether_an_infinite_example_counts_does_not_go_by_a_huge_one_in_the_first_batch() -> None:
+    """A formula that overflows there is not wrong: without it the gradient of the infinite one has a number, and with it none."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"lstm": nn.LSTM(5, 6, batch_first=True), "out": nn.Linear(6, 4)})
+    x, sums = torch.randn(4, 7, 5), []
+    x[1, 0, 0], x[2] = torch.inf, x[2] * 1e20
+    for rows in (x, x[[0, 1, 3]]):
+        model.zero_grad()
+        clipper = attach(model, rule="automatic")
+        states, _ = model["lstm"](rows)
+        clipper.backward(model["out"](states[:, -1]).square().sum(1))
+        clipper.detach()
+        sums.append(torch.cat([p.grad.flatten() for p in model.parameters()]).double())
+    assert float((sums[0] - sums[1]).norm()) <= 1 + 1e-5
+
+
 @pytest.mark.parametrize("name", [n for n in ZOO if not n.startswith(("hf_", "timm", "peft"))])
 def test_leaving_one_example_out_moves_no_group_by_more_than_its_threshold(name: str) -> None:
     problem = ZOO[name]()

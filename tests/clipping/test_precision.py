@@ -328,6 +328,20 @@ def test_many_numbers_too_small_to_be_squared_make_no_gradient_longer_than_its_t
         assert float(model.weight.grad.double().norm()) <= 1.0
 
 
+@pytest.mark.parametrize("engine", ["fastgrad", "mixghost", "auto"])
+def test_a_short_gradient_of_huge_features_stays_finite_where_it_is_made_longer(engine: str):
+    """Its features are multiplied by the factor, and its output gradients are as small as these are huge."""
+    for shape in ((3,), (5, 3)):
+        model, x = nn.Linear(3, 8), torch.ones(2, *shape)
+        x[1] *= 1e17
+        outputs = model(x).flatten(1).sum(1)
+        attach(model, clip_norm=1e12, rule="normalized", engine=engine).backward(
+            outputs * torch.tensor([1, 1e-33])
+        )
+        total = torch.cat([p.grad.double().flatten() for p in model.parameters()])
+        assert total.norm() <= 2e12 * (1 + ALLOWED)
+
+
 @pytest.mark.parametrize("clip_norm", [1e-13, 1e-30, [1.0, 1e-13]])
 def test_thresholds_that_norms_cannot_be_held_against_are_refused(clip_norm: float | list[float]):
     model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))

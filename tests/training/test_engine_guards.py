@@ -116,6 +116,21 @@ def test_noise_that_cannot_be_added_is_refused_before_it_is_charged(tmp_path):
     assert engine.ledger.steps_charged == 0
 
 
+def test_outputs_of_an_earlier_batch_do_not_count_again(tmp_path):
+    """The examples of that batch would be in the sum twice, each time with a clipped gradient."""
+    engine = make(tmp_path)
+    loop = engine.batches(physical_batch_size=4)
+    first = next(loop)
+    kept = engine.model(first[0])
+    engine.step(losses_of(engine, first))
+    second = next(loop)
+    engine.model(second[0])
+    with pytest.raises(UserError, match="from a forward of an earlier batch"):
+        engine.step(nn.functional.cross_entropy(kept, first[1], reduction="none"))
+    loop.close()
+    assert engine.ledger.steps_charged == 0
+
+
 def test_two_loops_at_once_are_noticed(tmp_path):
     engine = make(tmp_path)
     _, one = first_batch(engine)
@@ -218,9 +233,101 @@ def test_nothing_that_moves_the_weights_goes_by_the_number_of_pieces(tmp_path, c
     assert engine.steps_taken == engine.ledger.steps_charged == 0
 
 
-@pytest.mark.parametrize("change", [decayed, rated])
+class Annealed(nn.Module):
+    """Lets less and less through, by the number of its forwards."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return x / self.calls
+
+
+class Following(nn.Linear):
+    """A layer beside a teacher, which follows it a little in every forward."""
+
+    def __init__(self, features):
+        super().__init__(features, features)
+        self.teacher = nn.Parameter(torch.zeros(features, features), requires_grad=False)
+
+    def forward(self, x):
+        self.teacher.data.lerp_(self.weight.data, 0.1)
+        return super().forward(x) - nn.functional.linear(x, self.teacher)
+
+
+def spectral():
+    return nn.utils.parametrizations.spectral_norm(nn.Linear(10, 10), n_power_iterations=1)
+
+
+@pytest.mark.parametrize(
+    ("part", "words"),
+    [
+        (Annealed, "what .* returns"),
+        (lambda: Following(10), "'teacher'"),
+        (spectral, "'_u'"),
+    ],
+    ids=["annealed", "teacher", "spectral norm"],
+)
+def test_nothing_of_the_model_goes_by_the_number_of_pieces(tmp_path, part, words):
+    """As above: an example more is a piece more, after which all others meet another model."""
+    torch.manual_seed(0)
+    engine = make(tmp_path, nn.Sequential(part(), network()))
+    with pytest.raises(UserError, match=f"{words}.* goes by how often the model was called"):
+        train(engine)
+    assert engine.steps_taken == engine.ledger.steps_charged == 0
+
+
+def test_what_the_model_keeps_may_move_on_where_the_step_is_taken(tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(spectral(), network())
+    norm, engine = model[0].parametrizations.weight[0], make(tmp_path, model)
+    with pytest.raises(UserError, match="how often the model was called"):
+        train(engine)
+    norm.eval()
+    before = norm._u.clone()
+    for batch in engine.batches(physical_batch_size=8):
+        if engine.step(losses_of(engine, batch)):
+            norm.train()(model[0].parametrizations.weight.original.detach())
+            norm.eval()
+    assert engine.finished
+    assert not torch.equal(norm._u, before)
+
+
+class Taught(nn.Module):
+    """A network with a frozen teacher, and a counter that is saved."""
+
+    def __init__(self):
+        super().__init__()
+        self.student, self.teacher = network(), network().requires_grad_(False)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x):
+        return self.student(x) + self.teacher(x)
+
+
+def followed(engine):
+    for old, new in zip(engine.model.teacher.parameters(), engine.model.student.parameters(), strict=True):
+        old.data.lerp_(new.data + 1, 0.1)
+
+
+def counted(engine):
+    engine.model.seen = engine.model.seen + 1
+
+
+@pytest.mark.parametrize("change", [followed, counted])
+def test_a_teacher_or_a_saved_number_does_not_move_with_each_piece(tmp_path, change):
+    """As above: how often it has moved tells how many were drawn."""
+    engine = make(tmp_path, Taught())
+    with pytest.raises(UserError, match="in the middle of a batch"):
+        train(engine, 4, after=lambda batch: change(engine))
+    assert engine.ledger.steps_charged == 0
+
+
+@pytest.mark.parametrize("change", [decayed, rated, followed, counted])
 def test_weights_and_learning_rate_may_be_changed_between_two_steps(tmp_path, change):
-    engine = make(tmp_path)
+    engine = make(tmp_path, Taught())
     for batch in engine.batches(physical_batch_size=4):
         if engine.step(losses_of(engine, batch)):
             change(engine)
@@ -541,3 +648,35 @@ def test_dropout_does_not_draw_from_a_seed_that_making_a_batch_has_left(tmp_path
     assert len(set(one)) == len(one)
     assert drawn("again", 11) == one
     assert not set(drawn("another key", 12)) & set(one)
+
+
+class Jittered(torch.utils.data.Dataset):
+    """Draws from generators of its own, of every kind, and of a transform's."""
+
+    def __init__(self, seed):
+        self.rows, self.drawn = [x for x, _ in TASK.train], []
+        self.own = np.random.default_rng(seed), random.Random(seed)
+        transforms = [torch.Generator().manual_seed(seed)], {"old": np.random.RandomState(seed)}
+        self.transform = lambda: (
+            float(torch.rand(1, generator=transforms[0][0])),
+            transforms[1]["old"].rand(),
+        )
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, i):
+        drawn = self.own[0].random(), self.own[1].random(), *self.transform()
+        self.drawn.append(drawn)
+        return self.rows[i] + sum(drawn), TASK.train[i][1]
+
+
+def test_what_a_data_set_draws_from_generators_of_its_own_follows_from_the_key(tmp_path):
+    """Under a seed that others know, an example more would change what is drawn for all that are read after it."""
+    found = []
+    for number, (seed, key) in enumerate([(0, 11), (1, 11), (0, 12)]):
+        engine = make(tmp_path / str(number), dataset=Jittered(seed), data_name="jittered", noise_seed=key)
+        found.append(np.asarray(train(engine, steps=2)._run.dataset.drawn))
+    assert np.array_equal(found[0], found[1])
+    # and each piece, whatever it has been read after, has its own
+    assert all(len(np.unique(column)) == len(column) for column in np.concatenate([found[0], found[2]]).T)

@@ -72,6 +72,7 @@ class Look:
         told: whether the outputs depended on the examples at all; zero weights of a new head hide everything behind them.
         compared: whether anything could be compared, and `failure` why not, in words.
         seen: the outputs of which nothing is left to compare, by number.
+        counted: what goes by how often the model was called, in words; "" if nothing does.
         one_way: why gradients could not be compared although outputs were, in words; "" if they were.
     """
 
@@ -87,7 +88,7 @@ class Look:
         self.examples, self.rows = arrangement.examples, arrangement.examples * arrangement.times
         self.told = self.compared = False
         self.seen: set[int] = set()
-        self.failure, self.one_way = "no input has the size of the batch", ""
+        self.failure, self.one_way, self.counted = "no input has the size of the batch", "", ""
         bags = any(isinstance(module, torch.nn.EmbeddingBag) for module in replay.model.modules())
         self.batches = Batches(replay.inputs, arrangement, positional_names(replay.model), bags)
         bits = 16 if replay.narrow else bits_of(replay.model.parameters())
@@ -124,12 +125,13 @@ class Look:
         for keeps in (self.replay.keeps, True):
             self.replay.keeps = keeps
             try:
-                (self.once, self.twice), self.buffers = self.runs.of([self.replay.inputs] * 2)
+                (self.once, self.twice), (self.buffers, later) = self.runs.of([self.replay.inputs] * 2)
                 break
             except Exception as error:
                 self.failure = without_data(error)
         else:
             return
+        self.counted = self._counted(later)
         self._compare_parameters()
         found: list[Difference] | None = None
         for reading, sure in self.batches.readings():
@@ -192,7 +194,7 @@ class Look:
         for scale in variant.sizes:
             batches = [self.batches.made(reading, each, scale) for each in rows]
             try:
-                found, buffers = self.runs.of(batches)
+                found, (buffers, *_) = self.runs.of(batches)
             except Exception:
                 if scale == 1.0:
                     raise
@@ -258,6 +260,19 @@ class Look:
             self.replay.wide = False
 
     # -- comparing ----------------------------------------------------------------------------------------------------
+
+    def _counted(self, later: Buffers) -> str:
+        """Name what the same batch leaves behind, or gets, otherwise the second time; "" where nothing is. It goes by how many
+        forwards there were."""
+        for (owner, name), (before, persistent) in self.buffers.items():
+            if persistent and not same_buffer(before, later.get((owner, name), (None, True))[0]):
+                return f"{name!r} of {self._name(owner)}"
+        for leaf, before in self.once.items():
+            now = self.twice.get(leaf, before)
+            rounding = self.comparison.same_size
+            if before.shape == now.shape and self.comparison.unequal(before[None], now[None], rounding):
+                return f"what {self._name('')} returns"
+        return ""
 
     def _compare_parameters(self) -> None:
         for name, value in fingerprints(self.replay.model).items():

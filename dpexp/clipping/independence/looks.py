@@ -83,6 +83,8 @@ class Independence:
     fixed_length: bool = False
     notes: list[str] = field(default_factory=list)
     token: int | float | None = None
+    # what goes by how often the model was called, in words
+    counted: str = ""
     losses_seen: bool = False
     backwards: int = 0
     looks: dict[tuple[int, bool], int] = field(default_factory=dict)
@@ -268,6 +270,10 @@ class Independence:
         for look in looks:
             if look.supposed is not None:
                 self._note(SUPPOSED, "")
+        self.counted = next((look.counted for look in looks if look.counted), "")
+        if self.counted:
+            # who goes on is looked at again
+            self.looks.pop(mode, None)
         for why in [look.one_way for look in looks if look.one_way]:
             self._note(ONE_WAY, why)
 

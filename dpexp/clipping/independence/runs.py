@@ -44,29 +44,32 @@ class Runs:
         # of what the model returns as a list with an entry for each example, how long the longest entry is
         self._longest: int | None = None
 
-    def of(self, batches: list[Inputs]) -> tuple[list[dict[int, Tensor]], Buffers]:
-        """Return the outputs of batches one after the other, by number, and the buffers after the first."""
+    def of(self, batches: list[Inputs]) -> tuple[list[dict[int, Tensor]], list[Buffers]]:
+        """Return the outputs of batches one after the other, by number, and the buffers after each."""
         return again(self._outputs, batches)
 
-    def _outputs(self, batches: list[Inputs]) -> tuple[list[dict[int, Tensor]], Buffers]:
-        found = []
+    def _outputs(self, batches: list[Inputs]) -> tuple[list[dict[int, Tensor]], list[Buffers]]:
+        found, kept = [], []
         with self._replay.begun():
-            for number, batch in enumerate(batches):
+            for batch in batches:
                 # no name keeps the outputs while the next batch makes its own
                 leaves = self._leaves(self._replay.run(batch), batch).items()
                 found.append({number: thin(leaf) for number, leaf in leaves})
                 del leaves
-                if number == 0:
-                    buffers = {
-                        (name, key): (b.detach().clone(), key not in module._non_persistent_buffers_set)
-                        for name, module in self._replay.model.named_modules()
-                        for key, b in module._buffers.items()
-                        if b is not None
-                    }
-                    for name, p in self._replay.written().items():
-                        owner, _, local = name.rpartition(".")
-                        buffers[owner, local] = p.detach().clone(), True
-        return found, buffers
+                kept.append(self._buffers())
+        return found, kept
+
+    def _buffers(self) -> Buffers:
+        buffers = {
+            (name, key): (b.detach().clone(), key not in module._non_persistent_buffers_set)
+            for name, module in self._replay.model.named_modules()
+            for key, b in module._buffers.items()
+            if b is not None
+        }
+        for name, p in self._replay.written().items():
+            owner, _, local = name.rpartition(".")
+            buffers[owner, local] = p.detach().clone(), True
+        return buffers
 
     def _leaves(self, value: Any, batch: Inputs) -> dict[int, Tensor]:
         """The outputs by number; of a list with an entry for each example, as long as it likes, one with a row for each."""

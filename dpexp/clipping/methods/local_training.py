@@ -71,6 +71,11 @@ class LocalClipper(WatchedClipper):
         self.losses, self.epochs, self.batch_size, self.lr = losses, epochs, batch_size, lr
         self._batch: Batch | None = None
 
+    @property
+    def counted(self) -> str:
+        """Nothing: whatever forwards write is lost."""
+        return ""
+
     def see(self, batch: Batch) -> Tensor:
         """Keep the batch of one user for `backward`, and return the ``[1]`` loss under the weights before local training."""
         self._batch = batch

@@ -51,6 +51,10 @@ SPENT = (
     "these losses, or others of the same forward, were back-propagated before, and what their graph held is freed: add the "
     "losses of each example, and call backward once for each forward"
 )
+EARLIER = (
+    "these losses come from a forward of an earlier batch (outputs that were kept), whose examples would count twice: compute "
+    "the losses of each batch from forwards that begin after it was taken"
+)
 TORCH_SAYS = {
     "Checkpointing is not compatible": REENTRANT,
     "selective activation checkpoint": SELECTIVE,
@@ -124,6 +128,11 @@ class Recorder:
             self.flow.__enter__()
         else:
             self.watched.clear()
+
+    def new_batch(self) -> None:
+        """Let no losses come from the forwards so far; what was computed outside of the root's forward may be anybody's."""
+        for owner in self.alive:
+            owner.earlier = bool(owner.shapes)
 
     def is_followed(self, param: Any, name: str) -> bool:
         """Tell whether what stands in a module is the attached parameter; of a shard, whether it is the whole one."""
@@ -269,6 +278,8 @@ class Visit:
         self.passes = (
             waiting if alone else [p for p in waiting if any(id(use) in self.reached for use in p.uses)]
         )
+        if any(owner.earlier for owner in self.passes):
+            raise UserError(EARLIER)
         self.uses = [use for owner in self.passes for use in owner.uses]
         self.arrived: set[ForwardPass] = set()
         self.input_gradients: tuple[Tensor | None, ...] = ()

@@ -351,6 +351,7 @@ class ForwardPass:
         uses: in the order of the forward.
         roles: what was decided of each operation on a parameter, where this pass was watched; see `following`.
         consumed: whether a backward pass has arrived here.
+        earlier: whether it is of an earlier batch.
         nodes: of autograd, how many were made in it.
         returned: the `node_key` of each output that was computed from rows of examples, where this pass was watched.
         picked: the sizes of the dimensions along which it picked, of what has a gradient, where this pass was watched.
@@ -362,6 +363,7 @@ class ForwardPass:
     roles: dict[str, str] = field(default_factory=dict)
     ordinals: dict[str, int] = field(default_factory=dict)
     consumed: bool = False
+    earlier: bool = False
     nodes: int = 0
     returned: set[tuple[int, int]] = field(default_factory=set)
     picked: Sizes = NONE

@@ -210,7 +210,8 @@ def few_numbers(weight: Tensor) -> Tensor | None:
 
 
 class StepGuard:
-    """Notices when the loop changes the weights, or a setting of the optimizer, between two pieces of one logical batch.
+    """Notices when the loop changes the model, or a setting of the optimizer, between two pieces of one logical batch: trained
+    weights, frozen ones (a teacher that follows) and saved buffers.
 
     Which examples share a piece, and how many pieces there are, follows from who was drawn. It may show in nothing that moves
     the weights: with a learning rate that falls after every piece, one example more would change the whole step.
@@ -221,7 +222,14 @@ class StepGuard:
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer):
-        self._weights = [p for p in model.parameters() if p.requires_grad]
+        self._weights = [p for p in model.parameters() if p.dtype in FLOATS]
+        # by name: they may be assigned anew
+        self._kept = [
+            (module, name)
+            for module in model.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None and name not in module._non_persistent_buffers_set
+        ]
         self._optimizer = optimizer
         self._seen: tuple[list[Tensor], dict[str, Any]] | None = None
 
@@ -248,23 +256,32 @@ class StepGuard:
                 "tell how many pieces the batch has, which is private: where a scheduler or the loop does that after every "
                 "piece, do it where engine.step(losses) returns True, or give PrivacyEngine(..., scheduler=...)"
             )
-        if not all(
-            torch.allclose(a, b, 0, 0, equal_nan=True)
+        if any(
+            a.shape == b.shape
+            and not (
+                torch.equal(a, b) or (a.is_floating_point() and torch.allclose(a, b, 0, 0, equal_nan=True))
+            )
             for a, b in zip(weights, self._some_numbers(), strict=True)
         ):
             raise UserError(
                 "the weights were changed in the middle of a batch (a decay by hand, load_state_dict, averaged weights that were "
-                "not taken out again): which examples meet which weights is private, and no noise is for that. Do it where "
-                "engine.step(losses) returns True"
+                "not taken out again, a teacher that follows), or a saved buffer: which examples meet which weights is private, "
+                "as is how many pieces a batch has, and no noise is for that. Do it where engine.step(losses) returns True"
             )
 
     def _some_numbers(self) -> list[Tensor]:
-        """A few of every weight, also of what was written as ``p.data``, which changes no version: a tensor for each device."""
-        taken: dict[torch.device, list[Tensor]] = {}
+        """A few of every weight, also of what was written as ``p.data``, which changes no version: a tensor for each device and
+        dtype; and of every buffer."""
+        taken: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for row in map(few_numbers, self._weights):
             if row is not None:
-                taken.setdefault(row.device, []).append(row)
-        return [torch.cat(rows) for rows in taken.values()]
+                taken.setdefault((row.device, row.dtype), []).append(row)
+        buffers = (module._buffers.get(name) for module, name in self._kept)
+        kept = [None if buffer is None else few_numbers(buffer) for buffer in buffers]
+        empty = torch.zeros(0)
+        return [torch.cat(rows) for rows in taken.values()] + [
+            empty if row is None else row.clone() for row in kept
+        ]
 
     def _settings(self) -> dict[str, Any]:
         """What the optimizer's groups say besides their parameters."""
