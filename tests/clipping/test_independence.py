@@ -745,6 +745,25 @@ def test_a_trainable_head_outside_of_the_model_is_refused(engine: str) -> None:
     assert model.weight.grad is not None
 
 
+def test_a_parameter_that_the_forward_makes_of_a_frozen_weight_is_no_head_beside_the_model() -> None:
+    """As HiRA of peft does on the layers of GPT-2."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(D, 3), requires_grad=False)
+            self.scale = nn.Parameter(torch.randn(3, D))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.linear(x, nn.Parameter(self.weight.T) * self.scale)
+
+    model, rows = Scaled(), x()
+    (wanted,) = torch.autograd.grad(model(rows).square().sum(), [model.scale])
+    clipper = attach(model, rule="none")
+    clipper.backward(model(rows).square().sum(1))
+    torch.testing.assert_close(model.scale.grad, wanted)
+
+
 def test_an_empty_batch_that_a_model_cannot_take_is_said_in_words() -> None:
     model, batch = classifier("Bert")
     clipper = attach(model)
