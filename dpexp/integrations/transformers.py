@@ -171,8 +171,9 @@ class Trainer(transformers.Trainer):
             return F.cross_entropy(logits.float(), labels, reduction="none")
         ahead = False if encoder_decoder else _writes_the_next(base)
         if ahead and logits.dim() == 3 and labels.dim() == 2:
-            # With a prefix that is learnt the logits of the text still come last.
-            logits, labels = logits[:, -labels.shape[1] : -1], labels[:, 1:]
+            # Behind a prompt that is learnt the first token is a target, too; the prompt itself is none.
+            labels = F.pad(labels, (max(0, logits.shape[1] - labels.shape[1]), 0), value=IGNORED)
+            logits, labels = logits[:, :-1], labels[:, 1:]
         if ahead is not None and logits.dim() == 3 and labels.shape == logits.shape[:2]:
             losses = F.cross_entropy(
                 logits.float().transpose(1, 2), labels, reduction="none", ignore_index=IGNORED

@@ -4,6 +4,7 @@ import importlib
 import sys
 
 import numpy as np
+import peft
 import pytest
 import torch
 import transformers
@@ -264,6 +265,16 @@ def test_losses_are_hugging_face_s_of_each_row_alone(kind, settings, features, l
     for i in range(3):
         row = {name: value[i : i + 1] for name, value in features.items()}
         alone = model(**row, labels=labels[i : i + 1]).loss
+        assert losses[i].item() == pytest.approx(alone.item(), rel=1e-5)
+
+
+def test_behind_a_prompt_that_is_learnt_the_first_token_is_a_target_too():
+    prompt = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    model = peft.get_peft_model(network("causal"), prompt)
+    inputs = TEXTS | {"attention_mask": torch.ones(3, 4, dtype=torch.long), "labels": TEXTS["input_ids"]}
+    losses = Trainer.per_example_losses(None, model, inputs)
+    for i in range(3):
+        alone = model(**{name: value[i : i + 1] for name, value in inputs.items()}).loss
         assert losses[i].item() == pytest.approx(alone.item(), rel=1e-5)
 
 
