@@ -40,6 +40,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from dpexp.durable import kept_beside, read_json
 from dpexp.errors import UserError
 from dpexp.integrations.refusals import (
+    balance_left_out,
     check_privacy,
     outside,
     refuse_arguments,
@@ -117,6 +118,8 @@ class Trainer(transformers.Trainer):
         refuse_private_rows(self._private_rows, given.get("eval_dataset"))
         super().__init__(model, args, *others, **named)
         refuse_overrides(self, self.plain, Trainer)
+        if (sentence := balance_left_out(self.model)) is not None:
+            transformers.utils.logging.get_logger(__name__).warning(sentence)
 
     def per_example_losses(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         """Compute `[b]` losses, one for each row of a collated batch and of that row alone. Override it for another head.

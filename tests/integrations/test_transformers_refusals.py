@@ -409,6 +409,16 @@ def test_clipping_of_the_noiseless_sum_is_switched_off_with_a_word(tmp_path, cap
     assert not caplog.text
 
 
+def test_the_balance_of_experts_is_left_out_with_a_word(tmp_path, caplog):
+    config = transformers.MixtralConfig(**SMALL | {"num_key_value_heads": 1, "num_local_experts": 2})
+    model = transformers.MixtralForCausalLM(config)
+    make(tmp_path, "causal", model)
+    assert not caplog.text
+    model.config.output_router_logits = True
+    make(tmp_path, "causal", model)
+    assert "router_aux_loss_coef=0.001 of the model's configuration is left out" in caplog.text
+
+
 def test_nothing_to_train_is_refused(tmp_path):
     with pytest.raises((UserError, ValueError), match=r"nothing to train|empty parameter list"):
         make(tmp_path, model=network("classifier").requires_grad_(False)).train()
