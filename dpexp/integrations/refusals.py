@@ -207,8 +207,8 @@ def balance_left_out(model: Any) -> str | None:
     if not (coefficient and getattr(text, "output_router_logits", False)):
         return None
     return (
-        f"router_aux_loss_coef={coefficient} of the model's configuration is left out of the losses: the balance of experts is that "
-        "of a batch, and no row's loss"
+        f"router_aux_loss_coef={coefficient} of the model's configuration is left out of the losses: the balance of experts is "
+        "that of a batch, and no row's loss"
     )
 
 

@@ -307,10 +307,11 @@ def beneath_accelerate(wrapper: Any) -> Any:
         return wrapper
     if getattr(wrapper, "scaler", None) is not None:
         raise UserError(
-            "the optimizer comes from an Accelerator with mixed_precision='fp16', whose scaler would divide the noisy gradient by "
-            "its scale: use Accelerator(mixed_precision='bf16')"
+            "the optimizer comes from an Accelerator with mixed_precision='fp16', whose scaler would divide the noisy gradient "
+            "by its scale: use Accelerator(mixed_precision='bf16')"
         )
-    return getattr(wrapper, "optimizer" if isinstance(wrapper, torch.optim.Optimizer) else "scheduler", wrapper)
+    inside = "optimizer" if isinstance(wrapper, torch.optim.Optimizer) else "scheduler"
+    return getattr(wrapper, inside, wrapper)
 
 
 def check_rule(rule: str, allocation: str) -> None:
