@@ -745,6 +745,12 @@ def test_a_trainable_head_outside_of_the_model_is_refused(engine: str) -> None:
     assert model.weight.grad is not None
 
 
+def test_losses_that_nothing_trained_is_behind_say_what_may_be_merged() -> None:
+    model = nn.Linear(D, D)
+    with pytest.raises(UserError, match=r"adapters of PEFT alone that are merged or disabled"):
+        attach(model).backward(model(x()).detach().sum(1))
+
+
 def test_a_parameter_that_the_forward_makes_of_a_frozen_weight_is_no_head_beside_the_model() -> None:
     """As HiRA of peft does on the layers of GPT-2."""
 
