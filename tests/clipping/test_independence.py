@@ -745,6 +745,17 @@ def test_a_trainable_head_outside_of_the_model_is_refused(engine: str) -> None:
     assert model.weight.grad is not None
 
 
+def test_what_is_made_of_a_frozen_weight_is_refused_where_it_is_to_train() -> None:
+    model = nn.Sequential(nn.Linear(D, D), nn.Linear(D, D).requires_grad_(False))
+    clipper, head = attach(model), nn.Linear(D, D, bias=False)
+    head.weight = nn.Parameter(model[1].weight)
+    with pytest.raises(UserError, match=r"not in the attached model"):
+        clipper.backward(head(model(x())).sum(1))
+    optimizer = torch.optim.SGD([nn.Parameter(model[1].weight)], lr=1.0)
+    with pytest.raises(UserError, match=r"not in the attached model"):
+        clipper.backward(F.linear(model(x()), optimizer.param_groups[0]["params"][0]).sum(1))
+
+
 def test_losses_that_nothing_trained_is_behind_say_what_may_be_merged() -> None:
     model = nn.Linear(D, D)
     with pytest.raises(UserError, match=r"adapters of PEFT alone that are merged or disabled"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 import re
 from collections import Counter, deque
@@ -189,7 +190,7 @@ class Independence:
         """
         if not roots.num_examples or not self.due or (self._known and not self.waiting):
             return
-        refuse_foreign(roots, attached, [p for p in self.model.parameters() if not p.requires_grad])
+        refuse_foreign(roots, attached)
         for replay in self.waiting:
             replay.find_used(roots)
             names = positional_names(replay.model)
@@ -359,15 +360,13 @@ def _gradients(roots: Roots, edges: Mapping[int, GradientEdge], weights: Tensor 
     return {leaf: g for leaf, g in zip(edges, found, strict=True) if g is not None}
 
 
-def refuse_foreign(roots: Roots, attached: Iterable[Tensor], frozen: Iterable[Tensor]) -> None:
+def refuse_foreign(roots: Roots, attached: Iterable[Tensor]) -> None:
     """Refuse losses behind which a trainable parameter of another module stands, like a head beside the attached model: it would
     train on nothing, without a word.
 
     Args:
         roots: the losses with their graph, which is walked.
         attached: the parameters that are clipped.
-        frozen: the model's other ones. A forward may make a parameter of one (``nn.Parameter(weight.T)``, which asks for a
-            gradient by default) and drop it again: nobody trains that.
 
     Raises:
         UserError: names the first such parameter by its shape; its module is not known here.
@@ -382,8 +381,9 @@ def refuse_foreign(roots: Roots, attached: Iterable[Tensor], frozen: Iterable[Te
         # a leaf's node knows its tensor
         leaf = getattr(node, "variable", None)
         if isinstance(leaf, nn.Parameter) and id(leaf) not in own:
-            memory = leaf.untyped_storage()._cdata
-            if any(p.untyped_storage()._cdata == memory for p in frozen):
+            # Made within a forward (``nn.Parameter(frozen.T)`` asks for a gradient by default) and dropped again: its graph alone
+            # still holds it. What is to train lies in a module, or in an optimizer's list.
+            if not gc.get_referrers(leaf):
                 continue
             raise UserError(
                 f"the losses also depend on a trainable parameter of shape {list(leaf.shape)} that is not in the attached model "
