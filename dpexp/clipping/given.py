@@ -30,7 +30,10 @@ def check_losses(losses: Tensor) -> None:
     if torch.is_inference_mode_enabled():
         raise UserError("back-propagation needs gradients: call this outside of torch.inference_mode()")
     if losses.shape[0] and not losses.requires_grad:
-        raise UserError("losses carry no graph: compute them with gradients enabled, from the attached model")
+        raise UserError(
+            "losses carry no graph: compute them with gradients enabled, from the attached model, and through parameters that "
+            "train (not through adapters of PEFT alone that are merged or disabled)"
+        )
 
 
 def modules_of(model: nn.Module) -> list[nn.Module]:

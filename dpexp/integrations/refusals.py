@@ -200,6 +200,18 @@ def refuse_private_rows(private: Any, measured: Any) -> None:
             )
 
 
+def balance_left_out(model: Any) -> str | None:
+    """Say that a part of Hugging Face's own loss is left out, where a mixture of experts asks for their balance."""
+    text = model.config.get_text_config() if hasattr(model, "config") else None
+    coefficient = getattr(text, "router_aux_loss_coef", None)
+    if not (coefficient and getattr(text, "output_router_logits", False)):
+        return None
+    return (
+        f"router_aux_loss_coef={coefficient} of the model's configuration is left out of the losses: the balance of experts is "
+        "that of a batch, and no row's loss"
+    )
+
+
 def outside(model: Any, batch: Any) -> str | None:
     """Say in one sentence which number of a collated batch the model has no place for.
 

@@ -40,6 +40,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from dpexp.durable import kept_beside, read_json
 from dpexp.errors import UserError
 from dpexp.integrations.refusals import (
+    balance_left_out,
     check_privacy,
     outside,
     refuse_arguments,
@@ -117,6 +118,8 @@ class Trainer(transformers.Trainer):
         refuse_private_rows(self._private_rows, given.get("eval_dataset"))
         super().__init__(model, args, *others, **named)
         refuse_overrides(self, self.plain, Trainer)
+        if (sentence := balance_left_out(self.model)) is not None:
+            transformers.utils.logging.get_logger(__name__).warning(sentence)
 
     def per_example_losses(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         """Compute `[b]` losses, one for each row of a collated batch and of that row alone. Override it for another head.
@@ -171,8 +174,9 @@ class Trainer(transformers.Trainer):
             return F.cross_entropy(logits.float(), labels, reduction="none")
         ahead = False if encoder_decoder else _writes_the_next(base)
         if ahead and logits.dim() == 3 and labels.dim() == 2:
-            # With a prefix that is learnt the logits of the text still come last.
-            logits, labels = logits[:, -labels.shape[1] : -1], labels[:, 1:]
+            # Behind a prompt that is learnt the first token is a target, too; the prompt itself is none.
+            labels = F.pad(labels, (max(0, logits.shape[1] - labels.shape[1]), 0), value=IGNORED)
+            logits, labels = logits[:, :-1], labels[:, 1:]
         if ahead is not None and logits.dim() == 3 and labels.shape == logits.shape[:2]:
             losses = F.cross_entropy(
                 logits.float().transpose(1, 2), labels, reduction="none", ignore_index=IGNORED

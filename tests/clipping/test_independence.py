@@ -745,6 +745,42 @@ def test_a_trainable_head_outside_of_the_model_is_refused(engine: str) -> None:
     assert model.weight.grad is not None
 
 
+def test_what_is_made_of_a_frozen_weight_is_refused_where_it_is_to_train() -> None:
+    model = nn.Sequential(nn.Linear(D, D), nn.Linear(D, D).requires_grad_(False))
+    clipper, head = attach(model), nn.Linear(D, D, bias=False)
+    head.weight = nn.Parameter(model[1].weight)
+    with pytest.raises(UserError, match=r"not in the attached model"):
+        clipper.backward(head(model(x())).sum(1))
+    optimizer = torch.optim.SGD([nn.Parameter(model[1].weight)], lr=1.0)
+    with pytest.raises(UserError, match=r"not in the attached model"):
+        clipper.backward(F.linear(model(x()), optimizer.param_groups[0]["params"][0]).sum(1))
+
+
+def test_losses_that_nothing_trained_is_behind_say_what_may_be_merged() -> None:
+    model = nn.Linear(D, D)
+    with pytest.raises(UserError, match=r"adapters of PEFT alone that are merged or disabled"):
+        attach(model).backward(model(x()).detach().sum(1))
+
+
+def test_a_parameter_that_the_forward_makes_of_a_frozen_weight_is_no_head_beside_the_model() -> None:
+    """As HiRA of peft does on the layers of GPT-2."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(D, 3), requires_grad=False)
+            self.scale = nn.Parameter(torch.randn(3, D))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.linear(x, nn.Parameter(self.weight.T) * self.scale)
+
+    model, rows = Scaled(), x()
+    (wanted,) = torch.autograd.grad(model(rows).square().sum(), [model.scale])
+    clipper = attach(model, rule="none")
+    clipper.backward(model(rows).square().sum(1))
+    torch.testing.assert_close(model.scale.grad, wanted)
+
+
 def test_an_empty_batch_that_a_model_cannot_take_is_said_in_words() -> None:
     model, batch = classifier("Bert")
     clipper = attach(model)

@@ -4,6 +4,7 @@ import importlib
 import sys
 
 import numpy as np
+import peft
 import pytest
 import torch
 import transformers
@@ -267,6 +268,16 @@ def test_losses_are_hugging_face_s_of_each_row_alone(kind, settings, features, l
         assert losses[i].item() == pytest.approx(alone.item(), rel=1e-5)
 
 
+def test_behind_a_prompt_that_is_learnt_the_first_token_is_a_target_too():
+    prompt = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    model = peft.get_peft_model(network("causal"), prompt)
+    inputs = TEXTS | {"attention_mask": torch.ones(3, 4, dtype=torch.long), "labels": TEXTS["input_ids"]}
+    losses = Trainer.per_example_losses(None, model, inputs)
+    for i in range(3):
+        alone = model(**{name: value[i : i + 1] for name, value in inputs.items()}).loss
+        assert losses[i].item() == pytest.approx(alone.item(), rel=1e-5)
+
+
 @pytest.mark.parametrize(
     ("outputs", "says"),
     [
@@ -396,6 +407,16 @@ def test_clipping_of_the_noiseless_sum_is_switched_off_with_a_word(tmp_path, cap
     assert make(tmp_path, max_grad_norm=1.0).args.max_grad_norm == 0
     make(tmp_path, max_grad_norm=0.0)
     assert not caplog.text
+
+
+def test_the_balance_of_experts_is_left_out_with_a_word(tmp_path, caplog):
+    config = transformers.MixtralConfig(**SMALL | {"num_key_value_heads": 1, "num_local_experts": 2})
+    model = transformers.MixtralForCausalLM(config)
+    make(tmp_path, "causal", model)
+    assert not caplog.text
+    model.config.output_router_logits = True
+    make(tmp_path, "causal", model)
+    assert "router_aux_loss_coef=0.001 of the model's configuration is left out" in caplog.text
 
 
 def test_nothing_to_train_is_refused(tmp_path):

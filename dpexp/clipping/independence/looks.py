@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 import re
 from collections import Counter, deque
@@ -386,6 +387,10 @@ def refuse_foreign(roots: Roots, attached: Iterable[Tensor]) -> None:
         # a leaf's node knows its tensor
         leaf = getattr(node, "variable", None)
         if isinstance(leaf, nn.Parameter) and id(leaf) not in own:
+            # Made within a forward (``nn.Parameter(frozen.T)`` asks for a gradient by default) and dropped again: its graph alone
+            # still holds it. What is to train lies in a module, or in an optimizer's list.
+            if not gc.get_referrers(leaf):
+                continue
             raise UserError(
                 f"the losses also depend on a trainable parameter of shape {list(leaf.shape)} that is not in the attached model "
                 "(a head beside it?): it would get no gradient. Put both into one nn.Module and attach to that, or freeze it "

@@ -296,6 +296,24 @@ def check_optimizer(model: Any, optimizer: Any) -> None:
             raise UserError(f"{name} lies on the meta device and has no values: load the weights first")
 
 
+def beneath_accelerate(wrapper: Any) -> Any:
+    """Return the optimizer or the scheduler that one of Accelerate holds, whose steps inside of ``accelerator.accumulate(model)``
+    it would leave out without a word; anything else as it is.
+
+    Raises:
+        UserError: it would divide what it is given by a loss scale.
+    """
+    if type(wrapper).__module__.partition(".")[0] != "accelerate":
+        return wrapper
+    if getattr(wrapper, "scaler", None) is not None:
+        raise UserError(
+            "the optimizer comes from an Accelerator with mixed_precision='fp16', whose scaler would divide the noisy gradient "
+            "by its scale: use Accelerator(mixed_precision='bf16')"
+        )
+    inside = "optimizer" if isinstance(wrapper, torch.optim.Optimizer) else "scheduler"
+    return getattr(wrapper, inside, wrapper)
+
+
 def check_rule(rule: str, allocation: str) -> None:
     """Refuse to clip nothing, and a name that is no way to share the noise.
 

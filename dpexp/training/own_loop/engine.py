@@ -23,6 +23,7 @@ from dpexp.training.own_loop.arguments import (
     QUANTILE_BUDGET,
     QUANTILE_LR,
     Numbers,
+    beneath_accelerate,
     check_dataset,
     check_flags,
     check_optimizer,
@@ -137,6 +138,7 @@ class PrivacyEngine:
         self.folder = checked_folder(folder)
         self.model, self.dataset, self._fixed_length = unwrapped(model), dataset, fixed_length
         check_optimizer(self.model, optimizer)
+        optimizer, scheduler = beneath_accelerate(optimizer), beneath_accelerate(scheduler)
         wrappers = reducers_in(model)
         self.ranks = ranks_of(wrappers)
         for wrapper in wrappers:
