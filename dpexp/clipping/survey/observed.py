@@ -114,7 +114,7 @@ class Observed:
         """
         here, view = id(use), self._sign(use, gy, 0)
         if view != FRONT:
-            return None if self.refuted(use, view) else view
+            return None if self.proven(use, view) is False else view
         if before in layouts.IN_ORDER:
             plain, dtype = self._seen[0][here, FRONT], self._dtypes[here]
             of_each = len(plain[0]) // self.visit.num_examples
@@ -209,14 +209,12 @@ class Observed:
         telling = _telling(scale, finite, self._dtypes[id(use)])
         return bool(telling.reshape(self.visit.num_examples, -1).any(1).all())
 
-    def refuted(self, use: Use, layout: layouts.Layout) -> bool:
+    def refuted(self, use: Use, layout: str) -> bool:
         """Whether a layout that was proven before does not hold any more.
 
         Stricter about evidence than `proven` is about proof: training goes on if this is False, and in a trained model the
         gradients of confident examples are so small that rounding is all there is to see.
         """
-        # whose rows were picked is proven anew, and never doubted
-        assert isinstance(layout, str)
         plain, weighted = (seen[id(use), layout] for seen in self._seen[:2])
         error, scale, finite = _compared(plain, weighted, self._by_row[0])
         large = scale > 1e-3 * torch.where(finite, scale, 0.0).max()
@@ -301,8 +299,10 @@ def follows(plain: Signature, weighted: Signature, by_row: Tensor, dtype: torch.
 
 
 def _tolerance(dtype: torch.dtype) -> float:
-    """How far a row may be from its weight, relative to its size."""
-    return 1e-3 if torch.finfo(dtype).bits >= 32 else 0.1
+    """How far a row may be from its weight, relative to its size: half of the digits may be rounding, and what another example
+    adds to a row is to be less."""
+    info = torch.finfo(dtype)
+    return info.eps**0.5 if info.bits >= 32 else 0.1
 
 
 def _telling(scale: Tensor, finite: Tensor, dtype: torch.dtype) -> Tensor:

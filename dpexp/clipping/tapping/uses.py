@@ -351,7 +351,7 @@ class ForwardPass:
         uses: in the order of the forward.
         roles: what was decided of each operation on a parameter, where this pass was watched; see `following`.
         consumed: whether a backward pass has arrived here.
-        nodes: of autograd, how many were made in it.
+        begun, ended: how many nodes autograd had made before and after it.
         returned: the `node_key` of each output that was computed from rows of examples, where this pass was watched.
         picked: the sizes of the dimensions along which it picked, of what has a gradient, where this pass was watched.
     """
@@ -362,7 +362,8 @@ class ForwardPass:
     roles: dict[str, str] = field(default_factory=dict)
     ordinals: dict[str, int] = field(default_factory=dict)
     consumed: bool = False
-    nodes: int = 0
+    begun: int = 0
+    ended: int = 0
     returned: set[tuple[int, int]] = field(default_factory=set)
     picked: Sizes = NONE
 
