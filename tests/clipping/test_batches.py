@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from contextlib import nullcontext
+from itertools import combinations
 from types import SimpleNamespace
 from typing import Any
 
@@ -495,6 +496,21 @@ def test_equal_rows_are_computed_once_in_an_order_that_changes_nothing_at_first(
     batches = [rows(4), rows(4), rows(5)]
     batches[0]["x"] = batches[0]["x"][batches[0]["x"][:, 0].argsort()]
     batches[2]["x"][3] = batches[2]["x"][1]
+    exact_in_company(Own(forward, **linears("first", "out")), batches, engine)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_row_of_two_equal_examples_is_not_that_of_a_third(engine: str) -> None:
+    """Whose weight in a proof is the mean of theirs."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        once, where = x.unique(dim=0, return_inverse=True)
+        return self.out(torch.tanh(self.first(once)))[where]
+
+    torch.manual_seed(0)
+    batches = [rows(5) for _ in range(10)]
+    for batch, (one, other) in zip(batches, combinations(range(5), 2), strict=True):
+        batch["x"][one] = batch["x"][other]
     exact_in_company(Own(forward, **linears("first", "out")), batches, engine)
 
 

@@ -42,6 +42,11 @@ class Observed:
         self._weightings = layouts.all_weights(visit.num_examples, self._levels)
         if not unordered:
             del self._weightings[1:]
+        # those that tell whose a row is
+        self._telling = len(self._weightings)
+        if any(use.is_shared for use in visit.uses if id(use) in unordered):
+            # the mean of several weights may be that of another example, but the mean of their squares is not its square
+            self._weightings.append(torch.stack(self._weightings).square().sum(0))
         each = visit.rows // visit.num_examples
         self._by_row = [weights.repeat_interleave(each) for weights in self._weightings]
         # of each back-propagation, by use and layout or view
@@ -224,7 +229,10 @@ class Observed:
     def apart(self, use: Use) -> bool:
         """Whether each row is one example's, whichever that is."""
         here = id(use)
-        seen = [{v: rows[here, v] for v in (FRONT, LAST) if (here, v) in rows} for rows in self._seen]
+        seen = [
+            {v: rows[here, v] for v in (FRONT, LAST) if (here, v) in rows}
+            for rows in self._seen[: 1 + self._telling]
+        ]
         return apart(seen, self._dtypes[here], self._levels)
 
     def owned(self, use: Use) -> layouts.Owned | None:
@@ -234,10 +242,11 @@ class Observed:
         told = here in self._unordered and all((here, FRONT) in seen for seen in self._seen)
         if len(self._seen) < 2 or not told:
             return None
-        plain, dtype = self._seen[0][here, FRONT], self._dtypes[here]
-        levels = [_level(plain, seen[here, FRONT], dtype, self._levels) for seen in self._seen[1:]]
+        plain, *weighted = [seen[here, FRONT] for seen in self._seen]
+        dtype, telling = self._dtypes[here], weighted[: self._telling]
+        levels = [_level(plain, rows, dtype, self._levels) for rows in telling]
         # too small to matter, and to tell
-        scales = torch.cat([plain[1] + seen[here, FRONT][1] for seen in self._seen[1:]], 1)
+        scales = torch.cat([plain[1] + rows[1] for rows in telling], 1)
         finite = scales.isfinite()
         silent = (finite & ~_telling(scales, finite, dtype)).all(1)
         number = torch.zeros_like(levels[0])
@@ -249,6 +258,9 @@ class Observed:
         # of each number, the example whose weights have it for their digits
         order = layouts.fixed_order(self.visit.num_examples).argsort().to(number.device)
         owners = torch.where(silent, -1, order[number.clamp(0, self.visit.num_examples - 1)])
+        for rows, weights in zip(weighted[self._telling :], self._weightings[self._telling :], strict=True):
+            if follows(plain, rows, weights.to(owners.device)[owners.clamp(min=0)], dtype) is False:
+                return None
         # positions of a row are its own
         owners = owners.reshape(use.output_shape[0], -1)
         first = owners.amax(1)

@@ -226,11 +226,11 @@ class Ownership:
     def _remember(self, use: Use, layout: str, observed: Observed) -> None:
         """Let this be the layout of a use, and of those at its place in later forwards."""
         self.layout[id(use)], before = layout, self.layouts.get(use.place)
+        self._ways.setdefault(use.place[0], set()).add(layout)
         if before in observed.pending[id(use)] and before != layout:
             # two forward passes that wait for this backward pass differ here
             layout = layouts.LOOP
         self.layouts[use.place] = layout
-        self._ways.setdefault(use.place[0], set()).add(self.layout[id(use)])
         surplus = layouts.surplus(layout, use.output_shape, observed.visit.rows, observed.visit.columns)
         self._surplus.setdefault(use.place, {None}).add(surplus)
 

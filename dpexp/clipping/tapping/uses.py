@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from dpexp.clipping.gradients import Grouped, Outer, PerExampleGradient, Pulled, merge, numerics
 from dpexp.clipping.gradients.numerics import by_example
-from dpexp.clipping.tapping.dataflow import NONE, Sizes, by_torch_names
+from dpexp.clipping.tapping.dataflow import NONE, SHARED_ROWS, Sizes, by_torch_names
 
 # Roles of an operation on followed values. USE is followed by a digit for every other tensor: 1 for one of the batch.
 USE = "use"
@@ -290,6 +290,11 @@ class Use:
     def is_routed(self, rows: int) -> bool:
         """Tell whether the rows of a batch of so many were picked, so that what is verified holds for this batch alone."""
         return not self.routed.isdisjoint((0, rows))
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether several examples may share a row, as equal ones that are computed once."""
+        return not self.routed.isdisjoint(SHARED_ROWS)
 
     @property
     def in_float16(self) -> bool:
