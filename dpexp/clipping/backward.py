@@ -27,7 +27,7 @@ from dpexp.clipping.gradients.base import Bounded, Doubt, PerExampleGradient
 from dpexp.clipping.groups import Group
 from dpexp.clipping.loop import LOOPED, loop_over_examples
 from dpexp.clipping.survey.graph import Survey
-from dpexp.clipping.survey.layouts import per_example
+from dpexp.clipping.survey.layouts import NOBODY, per_example
 from dpexp.clipping.survey.ownership import LATE
 from dpexp.clipping.tapping.taps import Visit
 from dpexp.clipping.tapping.uses import ForwardPass, Use
@@ -118,7 +118,7 @@ class Step:
         self.drew = False
         self.expected = dict.fromkeys(self.params, 0)
         for use in visit.uses:
-            for name in use.names:
+            for name in use.names if self.layout[id(use)] != NOBODY else ():
                 self.expected[name] += 1
         self.remaining = [sum(self.expected[n] for n in g.params if n not in self.looped) for g in groups]
         at_once = len(visit.passes) == 1 and not (self.engine.second_pass or deferred)
@@ -189,7 +189,7 @@ class Step:
 
     def _per_example(self, use: Use, saved: tuple[Tensor, ...], gy: Tensor) -> dict[str, PerExampleGradient]:
         names = {name for name in use.names if name not in self.looped}
-        if not names:
+        if not names or self.layout[id(use)] == NOBODY:
             return {}
         self.survey.waiting.tell(use, gy)
         layout, visit = self.layout[id(use)], self.visit

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from contextlib import nullcontext
+from itertools import combinations
 from types import SimpleNamespace
 from typing import Any
 
@@ -416,6 +417,34 @@ def test_windows_have_as_many_positions_as_there_are_examples_of_which_one_has_a
     exact_in_company(Own(forward, positions=nn.Embedding(2, D), **linears("out")), batches, engine)
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+def test_matrices_of_heads_are_proven_again_where_one_head_has_no_gradient(engine: str) -> None:
+    """Of one example with a loss all heads are its own."""
+
+    def forward(self: Any, x: Tensor, counted: Tensor) -> Tensor:
+        order = x[:, 0].argsort()
+        heads = torch.bmm(x[order].view(-1, 2, 2).transpose(0, 1), self.matrices).relu()
+        return heads.transpose(0, 1).reshape(x.shape)[order.argsort()] * counted[:, None]
+
+    torch.manual_seed(0)
+    model = Own(forward)
+    model.matrices = nn.Parameter(torch.ones(2, 2, 2))
+    positive, counted = rows(3)["x"].abs(), torch.tensor([1.0, 0.0, 0.0]).double()
+    halves = [positive, positive * torch.tensor([1, 1, -1, -1])]
+    exact_in_company(model, [{"x": x, "counted": counted} for x in halves], engine)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_positions_first_meet_their_table_in_a_batch_without_any_gradient(engine: str) -> None:
+    def forward(self: Any, x: Tensor, counted: Tensor) -> Tensor:
+        h = torch.tanh(x.transpose(0, 1) + self.positions.weight[:, None])
+        return self.out(h).sum(0) * counted[:, None]
+
+    torch.manual_seed(0)
+    batches = [rows(3, 4) | {"counted": torch.full((3,), counted).double()} for counted in (0.0, 1.0)]
+    exact_in_company(Own(forward, positions=nn.Embedding(4, D), **linears("out")), batches, engine)
+
+
 def test_a_token_that_is_written_by_a_mask_is_proven_once(monkeypatch: pytest.MonkeyPatch) -> None:
     def forward(self: Any, x: Tensor, mask: Tensor) -> Tensor:
         return self.out(torch.tanh(written(self, x, mask)))
@@ -467,6 +496,21 @@ def test_equal_rows_are_computed_once_in_an_order_that_changes_nothing_at_first(
     batches = [rows(4), rows(4), rows(5)]
     batches[0]["x"] = batches[0]["x"][batches[0]["x"][:, 0].argsort()]
     batches[2]["x"][3] = batches[2]["x"][1]
+    exact_in_company(Own(forward, **linears("first", "out")), batches, engine)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_row_of_two_equal_examples_is_not_that_of_a_third(engine: str) -> None:
+    """Whose weight in a proof is the mean of theirs."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        once, where = x.unique(dim=0, return_inverse=True)
+        return self.out(torch.tanh(self.first(once)))[where]
+
+    torch.manual_seed(0)
+    batches = [rows(5) for _ in range(10)]
+    for batch, (one, other) in zip(batches, combinations(range(5), 2), strict=True):
+        batch["x"][one] = batch["x"][other]
     exact_in_company(Own(forward, **linears("first", "out")), batches, engine)
 
 

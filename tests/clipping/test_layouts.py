@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from dpexp.clipping import attach
 from dpexp.clipping.survey.layouts import LEVELS, MANY_LEVELS, ROWS, SECOND, all_weights, candidates, weights
 from dpexp.clipping.survey.observed import follows, signature
 from dpexp.errors import UserError
+from tests.clipping.test_users_code import exact_in_company
 from tests.clipping.zoo import C, D
 
 EXCHANGES: dict[str, Callable[[Tensor], Tensor]] = {
@@ -192,6 +194,56 @@ def test_two_layouts_may_come_in_another_order_later(flat: bool, engine: str) ->
     clipper = attach(model, engine=engine)
     for step, expected in zip(steps, norms, strict=True):
         torch.testing.assert_close(clipper.backward(losses(*step)).norms[0], expected)
+
+
+class TwoWays(nn.Module):
+    """Flattens its batch example by example or position by position, and leaves as many nodes of autograd behind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.out = nn.Linear(D, D), nn.Linear(D, C)
+
+    def forward(self, x: Tensor, turned: bool) -> Tensor:
+        h = torch.einsum("btd->tbd", x) if turned else x.roll(1, 1)
+        h = torch.tanh(self.first(h.reshape(-1, D))).view(h.shape)
+        h = h.transpose(0, 1) if turned else h.roll(-1, 1)
+        return self.out(h[:, -1])
+
+
+@pytest.mark.parametrize("engine", ["auto", "ghost"])
+@pytest.mark.parametrize(
+    ("turns", "largest"), [([0, 0, 0, 1], 1.0), ([1, 1, 1, 1, 0], 1.0), ([1, 1, 0], 1e6)]
+)
+def test_another_layout_is_seen_in_its_first_batch(turns: list[int], largest: float, engine: str) -> None:
+    """Also behind one example with a large gradient, of whose first row both layouts say the same."""
+    torch.manual_seed(0)
+    sizes = [3, 3, 3, 3, 3] if largest == 1 else [2, 2, 3]
+    batches = [{"x": torch.randn(n, 2, D).double(), "turned": t} for n, t in zip(sizes, turns, strict=False)]
+
+    def losses(model: nn.Module, batch: dict[str, Any]) -> Tensor:
+        scale = torch.ones(len(batch["x"])).index_fill(0, torch.tensor(0), largest)
+        return model(**batch).pow(2).sum(1) * scale
+
+    exact_in_company(TwoWays(), batches, engine, losses)
+
+
+@pytest.mark.parametrize("engine", ["auto", "ghost"])
+def test_what_a_longer_batch_shows_is_not_believed_of_an_earlier_length(engine: str) -> None:
+    class Squares(nn.Module):
+        """Positions first where there are as many as examples."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.out = nn.Linear(D, D), nn.Linear(D, C)
+
+        def forward(self, x: Tensor) -> Tensor:
+            turned = x.shape[0] == x.shape[1]
+            h = torch.tanh(self.first(x.transpose(0, 1) if turned else x))
+            return self.out((h.transpose(0, 1) if turned else h).sum(1))
+
+    torch.manual_seed(0)
+    batches = [{"x": torch.randn(3, length, D).double()} for length in (3, 4, 3)]
+    exact_in_company(Squares(), batches, engine)
 
 
 def test_features_are_no_examples_where_there_are_as_many() -> None:

@@ -39,9 +39,9 @@ class Formulas:
     def __init__(self) -> None:
         self._right: set[Hashable] = set()
 
-    def known(self, use: Use) -> bool:
+    def known(self, use: Use, layout: layouts.Layout, num_examples: int) -> bool:
         """Tell whether the formula of a use is one of them."""
-        return _kind(use) in self._right
+        return _kind(use, layout, num_examples) in self._right
 
     def check(self, visit: Visit, uses: Set[int], layout: Mapping[int, layouts.Layout]) -> list[Use]:
         """Compare the formulas of some uses, given by id, with what autograd says of the operations.
@@ -61,11 +61,8 @@ class Formulas:
             if id(use) not in uses:
                 return
             known = layout[id(use)]
-            if isinstance(known, layouts.Owned) and not bool(gy.any()):
-                # nobody's rows: what is summed of them now is nothing, and the formula stays unproven
-                return
             if known != layouts.UNSEEN and formula_is_right(use, saved, gy, known, visit.rows, weights):
-                self._right.add(_kind(use))
+                self._right.add(_kind(use, known, visit.num_examples))
             else:
                 wrong.append(use)
 
@@ -74,11 +71,13 @@ class Formulas:
         return wrong
 
 
-def _kind(use: Use) -> Hashable:
-    """What the verdict on a formula holds for: a place, and where the operation is any function, its shapes."""
+def _kind(use: Use, layout: layouts.Layout, num_examples: int) -> Hashable:
+    """What the verdict on a formula holds for: a place, and where the operation is any function, its shapes; of one example
+    alone, which sees no others, nothing is learnt about several."""
+    alone = num_examples == 1
     if use.formula.label is not None:
-        return use.place, None if use.input_shape is None else len(use.input_shape)
-    return use.place, use.output_shape, use.batched
+        return use.place, alone, None if use.input_shape is None else len(use.input_shape)
+    return use.place, alone, use.output_shape, use.batched, layout == layouts.SECOND
 
 
 def formula_is_right(
@@ -182,13 +181,15 @@ def _agrees_on(
     for of_use, of_saved, of_gy, rounded in given:
         try:
             right = _compared(of_use, of_saved, of_gy, layout, rows, weights, rounded)
+            known = use.formula.label is not None
+            return right and (
+                known or _holds_elsewhere(of_use, of_saved, of_gy, layout, rows, weights, rounded)
+            )
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, ValueError, IndexError):
             # the first one may be of an operation that takes 16 bits only
             continue
-        known = use.formula.label is not None
-        return right and (known or _holds_elsewhere(of_use, of_saved, of_gy, layout, rows, weights, rounded))
     return False
 
 
@@ -201,11 +202,15 @@ def _holds_elsewhere(
     weights: Tensor,
     rough: bool,
 ) -> bool:
-    """Tell whether a function of which nothing is known also agrees on other numbers.
+    """Tell whether a function of which nothing is known also agrees on other numbers, and where each row is another example's.
 
     Which of its tensors have the rows of examples is a guess by their shapes. A mask that hides nothing yet, ``[T, T]`` with as
-    many positions as examples, looks right as one row for each example, until it hides something.
+    many positions as examples, looks right as one row for each example, until it hides something. And matrices for each head,
+    ``[H, d, d]``, look right where all heads are those of one example.
     """
+    num, gy = len(weights), _other_numbers(gy, True, torch.Generator().manual_seed(gy.dim()))
+    if layout != layouts.SECOND:
+        layout = layouts.Owned.of(torch.arange(len(gy), device=gy.device) % num, num)
     for of_any_sign in (True, False):
         generator = torch.Generator().manual_seed(len(saved))
         others = tuple(_other_numbers(s, of_any_sign, generator) for s in saved)

@@ -107,7 +107,9 @@ class Survey:
             self._observe(visit, params, pending, doubted)
         # whoever has picked rows may do it again, and is watched for good; behind the last use, too
         self._picks |= any(use.is_routed(visit.rows) for use in visit.uses)
-        self._undecided |= self._picks or any(isinstance(found, layouts.Owned) for found in layout.values())
+        self._undecided |= self._picks or any(
+            isinstance(found, layouts.Owned) or found == layouts.NOBODY for found in layout.values()
+        )
         # what met others may be of these rows now, or with the next batch
         self._undecided |= any(not owner.picked.isdisjoint((0, visit.rows)) for owner in visit.passes)
         loops = [use for use in visit.uses if layout[id(use)] == layouts.LOOP]
@@ -174,8 +176,8 @@ class Survey:
         found = {
             id(use)
             for use in visit.uses
-            if not self.formulas.known(use)
-            and layout[id(use)] != layouts.LOOP
+            if layout[id(use)] not in (layouts.LOOP, layouts.NOBODY)
+            and not self.formulas.known(use, layout[id(use)], visit.num_examples)
             and not self.looped.issuperset(use.names)
             and use.output_shape[:1] != (0,)
         }
@@ -225,7 +227,9 @@ class Survey:
             UserError: in a model that took the same way as before.
         """
         # of this use: another one of its place may have been left to the loop just now
-        if not (observed.arrived(use) and observed.refuted(use, self.ownership.layout[id(use)])):
+        holds = self.ownership.holds(use, observed)
+        self._undecided |= holds is None
+        if holds is not False:
             return False
         if not self._new_sequence:
             # who goes on is looked at again
@@ -256,11 +260,11 @@ def _check_returned(visit: Visit) -> None:
 
 
 def _sequence(visit: Visit) -> int:
-    """What tells two ways through a model apart: its uses in order, which dimensions have as many rows as the batch, and how many
-    nodes autograd made: rows may be put in order where they are not."""
+    """What tells two ways through a model apart: its uses in order, which dimensions have as many rows as the batch, and what
+    else autograd has seen: rows may be put in order where they are not."""
     rows = visit.rows
     return hash(
-        (rows == visit.rows // max(1, visit.num_examples), *[owner.nodes for owner in visit.passes])
+        (rows == visit.rows // max(1, visit.num_examples), visit.way)
         + tuple(
             [
                 (use.place, len(use.output_shape), use.output_shape[0] == rows, rows in use.output_shape[1:2])

@@ -31,6 +31,8 @@ LEVELS = (2.0, -2.0, 0.5, -0.5, 0.25, -0.25)
 MANY_LEVELS = tuple(sign * 2.0**power for power in range(1, 9) for sign in (1, -1))
 # no proposal, and no gradient has arrived so far
 UNSEEN = "unseen"
+# no row, or rows without any gradient: they add nothing to this batch, and no formula is asked
+NOBODY = "nobody"
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,11 +63,6 @@ class Owned:
         places[own, numbers], real[own, numbers] = rows, True
         places = torch.where(real, places, places[:, :1])
         return Owned(owners, places, real)
-
-    @staticmethod
-    def of_nobody(rows: int, num_examples: int, device: torch.device) -> Owned:
-        """So many rows without a gradient."""
-        return Owned.of(torch.full((rows,), -1, dtype=torch.long, device=device), num_examples)
 
     def gathered(self, tensor: Tensor) -> Tensor:
         """Return the rows ``[B * m, …]`` of a tensor ``[R, …]``; those that an example lacks hold any finite numbers."""

@@ -42,6 +42,11 @@ class Observed:
         self._weightings = layouts.all_weights(visit.num_examples, self._levels)
         if not unordered:
             del self._weightings[1:]
+        # those that tell whose a row is
+        self._telling = len(self._weightings)
+        if any(use.is_shared for use in visit.uses if id(use) in unordered):
+            # the mean of several weights may be that of another example, but the mean of their squares is not its square
+            self._weightings.append(torch.stack(self._weightings).square().sum(0))
         each = visit.rows // visit.num_examples
         self._by_row = [weights.repeat_interleave(each) for weights in self._weightings]
         # of each back-propagation, by use and layout or view
@@ -114,7 +119,7 @@ class Observed:
         """
         here, view = id(use), self._sign(use, gy, 0)
         if view != FRONT:
-            return None if self.refuted(use, view) else view
+            return None if self.proven(use, view) is False else view
         if before in layouts.IN_ORDER:
             plain, dtype = self._seen[0][here, FRONT], self._dtypes[here]
             of_each = len(plain[0]) // self.visit.num_examples
@@ -209,14 +214,12 @@ class Observed:
         telling = _telling(scale, finite, self._dtypes[id(use)])
         return bool(telling.reshape(self.visit.num_examples, -1).any(1).all())
 
-    def refuted(self, use: Use, layout: layouts.Layout) -> bool:
+    def refuted(self, use: Use, layout: str) -> bool:
         """Whether a layout that was proven before does not hold any more.
 
         Stricter about evidence than `proven` is about proof: training goes on if this is False, and in a trained model the
         gradients of confident examples are so small that rounding is all there is to see.
         """
-        # whose rows were picked is proven anew, and never doubted
-        assert isinstance(layout, str)
         plain, weighted = (seen[id(use), layout] for seen in self._seen[:2])
         error, scale, finite = _compared(plain, weighted, self._by_row[0])
         large = scale > 1e-3 * torch.where(finite, scale, 0.0).max()
@@ -226,7 +229,10 @@ class Observed:
     def apart(self, use: Use) -> bool:
         """Whether each row is one example's, whichever that is."""
         here = id(use)
-        seen = [{v: rows[here, v] for v in (FRONT, LAST) if (here, v) in rows} for rows in self._seen]
+        seen = [
+            {v: rows[here, v] for v in (FRONT, LAST) if (here, v) in rows}
+            for rows in self._seen[: 1 + self._telling]
+        ]
         return apart(seen, self._dtypes[here], self._levels)
 
     def owned(self, use: Use) -> layouts.Owned | None:
@@ -236,10 +242,11 @@ class Observed:
         told = here in self._unordered and all((here, FRONT) in seen for seen in self._seen)
         if len(self._seen) < 2 or not told:
             return None
-        plain, dtype = self._seen[0][here, FRONT], self._dtypes[here]
-        levels = [_level(plain, seen[here, FRONT], dtype, self._levels) for seen in self._seen[1:]]
+        plain, *weighted = [seen[here, FRONT] for seen in self._seen]
+        dtype, telling = self._dtypes[here], weighted[: self._telling]
+        levels = [_level(plain, rows, dtype, self._levels) for rows in telling]
         # too small to matter, and to tell
-        scales = torch.cat([plain[1] + seen[here, FRONT][1] for seen in self._seen[1:]], 1)
+        scales = torch.cat([plain[1] + rows[1] for rows in telling], 1)
         finite = scales.isfinite()
         silent = (finite & ~_telling(scales, finite, dtype)).all(1)
         number = torch.zeros_like(levels[0])
@@ -251,6 +258,9 @@ class Observed:
         # of each number, the example whose weights have it for their digits
         order = layouts.fixed_order(self.visit.num_examples).argsort().to(number.device)
         owners = torch.where(silent, -1, order[number.clamp(0, self.visit.num_examples - 1)])
+        for rows, weights in zip(weighted[self._telling :], self._weightings[self._telling :], strict=True):
+            if follows(plain, rows, weights.to(owners.device)[owners.clamp(min=0)], dtype) is False:
+                return None
         # positions of a row are its own
         owners = owners.reshape(use.output_shape[0], -1)
         first = owners.amax(1)
@@ -301,8 +311,10 @@ def follows(plain: Signature, weighted: Signature, by_row: Tensor, dtype: torch.
 
 
 def _tolerance(dtype: torch.dtype) -> float:
-    """How far a row may be from its weight, relative to its size."""
-    return 1e-3 if torch.finfo(dtype).bits >= 32 else 0.1
+    """How far a row may be from its weight, relative to its size: half of the digits may be rounding, and what another example
+    adds to a row is to be less."""
+    info = torch.finfo(dtype)
+    return info.eps**0.5 if info.bits >= 32 else 0.1
 
 
 def _telling(scale: Tensor, finite: Tensor, dtype: torch.dtype) -> Tensor:

@@ -41,6 +41,8 @@ class Ownership:
         self.end_to_end: set[tuple[str, int]] = set()
         self.picked: dict[tuple[str, int], str] = {}
         self.shared: list[Use] = []
+        # of each operation, how rows have lain in its uses
+        self._ways: dict[str, set[str]] = {}
         # by place, for which `layouts.surplus` blocks are proven
         self._surplus: dict[tuple[str, int], set[int | None]] = {}
         # by place, in how many batches some examples told nothing
@@ -50,6 +52,7 @@ class Ownership:
         """Return what outlives a process, as JSON."""
         return {
             "layouts": {repr(place): layout for place, layout in self.layouts.items()},
+            "ways": {key: sorted(ways) for key, ways in self._ways.items()},
             "end_to_end": sorted(map(repr, self.end_to_end)),
         }
 
@@ -58,6 +61,8 @@ class Ownership:
         self.layouts |= {
             ast.literal_eval(place): layout for place, layout in state.get("layouts", {}).items()
         }
+        for key, ways in state.get("ways", {}).items():
+            self._ways.setdefault(key, set()).update(ways)
         self.end_to_end |= {ast.literal_eval(place) for place in state.get("end_to_end", ())}
 
     def begin(self) -> None:
@@ -67,6 +72,7 @@ class Ownership:
     def forget(self) -> None:
         """Forget what is proven: the next forward takes another way."""
         self.layouts.clear()
+        self._ways.clear()
         self._surplus.clear()
 
     def leave_to_loop(self, use: Use) -> None:
@@ -85,17 +91,13 @@ class Ownership:
         """
         pending: dict[int, list[str]] = {}
         doubted: set[int] = set()
-        # of each operation, how the rows lie in its uses: where shapes allow several of these, the order of the uses may change
-        ways: dict[str, set[str]] = {}
-        for (key, _), layout in self.layouts.items():
-            ways.setdefault(key, set()).add(layout)
         for use in visit.uses:
             found = layouts.candidates(use.input_shape, use.output_shape, visit.rows)
             known = self.layouts.get(use.place)
             shape = use.output_shape if use.input_shape is None else use.input_shape
             if visit.rows and shape[:1] == use.output_shape[:1] == (0,):
                 # an expert without a row: there is nothing to prove, or to learn
-                self.layout[id(use)] = layouts.Owned.of_nobody(0, visit.num_examples, visit.roots.device)
+                self.layout[id(use)] = layouts.NOBODY
             elif visit.num_examples == 1:
                 # one dimension in and out may be the features of a single, squeezed example
                 told = len(shape) >= 2 or use.input_shape != use.output_shape
@@ -110,7 +112,8 @@ class Ownership:
             else:
                 self.layout[id(use)] = known
                 surplus = layouts.surplus(known, use.output_shape, visit.rows, visit.columns)
-                several = len(ways[use.place[0]].intersection(found)) > 1
+                # where shapes allow several of the ways that were seen, it may be any of them
+                several = len(self._ways.get(use.place[0], set()).intersection(found)) > 1
                 if several or surplus not in self._surplus.get(use.place, (None,)):
                     pending[id(use)] = found
                 elif again:
@@ -176,9 +179,7 @@ class Ownership:
             # all gradients are zero: contribute nothing now, prove it next time
             if found[0] == layouts.SECOND and observed.silent(use):
                 # these may be features, as many as there are examples
-                self.layout[id(use)] = layouts.Owned.of_nobody(
-                    use.output_shape[0], visit.num_examples, visit.roots.device
-                )
+                self.layout[id(use)] = layouts.NOBODY
             return False
         proven = [layout for layout, verdict in verdicts.items() if verdict]
         if not proven:
@@ -198,18 +199,34 @@ class Ownership:
         layout = proven[0]
         # right today; decide when a batch tells them apart, or never
         passing = id(use) in visit.ragged | visit.loose and layout in layouts.BLOCKS
-        partly = not observed.tells_of_all(use, layout) and self._glimpsed(use)
         if unordered:
             self.picked[use.place] = layout
+        partly = self._partly(use, layout, observed)
         if len(proven) > 1 or unordered or passing or partly:
             self.layout[id(use)] = layout
             return False
         self._remember(use, layout, observed)
         return True
 
+    def holds(self, use: Use, observed: Observed) -> bool | None:
+        """Tell whether the layout of a use, proven before, is still the right one; None where a later batch decides that."""
+        layout = self.layout[id(use)]
+        # whose were picked is proven anew, and never doubted
+        assert isinstance(layout, str)
+        if not observed.arrived(use):
+            return True
+        verdict = observed.proven(use, layout)
+        if verdict is False:
+            # small gradients may be rounding alone, and refute nothing; but not where they follow another layout
+            others = set(observed.pending[id(use)]) - {layout}
+            explained = any(observed.proven(use, other) for other in others)
+            return False if explained or observed.refuted(use, layout) else None
+        return None if verdict is None or self._partly(use, layout, observed) else True
+
     def _remember(self, use: Use, layout: str, observed: Observed) -> None:
         """Let this be the layout of a use, and of those at its place in later forwards."""
         self.layout[id(use)], before = layout, self.layouts.get(use.place)
+        self._ways.setdefault(use.place[0], set()).add(layout)
         if before in observed.pending[id(use)] and before != layout:
             # two forward passes that wait for this backward pass differ here
             layout = layouts.LOOP
@@ -217,8 +234,10 @@ class Ownership:
         surplus = layouts.surplus(layout, use.output_shape, observed.visit.rows, observed.visit.columns)
         self._surplus.setdefault(use.place, {None}).add(surplus)
 
-    def _glimpsed(self, use: Use) -> bool:
-        """Whether to wait for a batch in which more examples tell, as some never do."""
+    def _partly(self, use: Use, layout: str, observed: Observed) -> bool:
+        """Whether to wait for a batch in which more examples tell; some never do."""
+        if observed.tells_of_all(use, layout):
+            return False
         self._glimpses[use.place] = self._glimpses.get(use.place, 0) + 1
         return self._glimpses[use.place] < PATIENCE
 

@@ -71,9 +71,17 @@ class Waiting:
             and not (visit.roots.inputs or visit.recorder.shards)
             and not (torch.distributed.is_available() and torch.distributed.is_initialized())
             and not any(use.in_float16 for use in visit.uses)
-            and all(self.ownership.in_any_order(use, visit.rows) and self.formulas.known(use) for use in uses)
-            and all(self.ownership.picked.get(use.place) in TOLD for use in uses)
+            and all(self._is_told(use, visit) for use in uses)
             and bool(visit.roots.finite().all())
+        )
+
+    def _is_told(self, use: Use, visit: Visit) -> bool:
+        """Whether rows told whose they are before, of a use whose formula is proven."""
+        before = self.ownership.picked.get(use.place)
+        return (
+            before in TOLD
+            and self.ownership.in_any_order(use, visit.rows)
+            and self.formulas.known(use, before, visit.num_examples)
         )
 
     def tell(self, use: Use, gy: Tensor) -> None:

@@ -68,6 +68,8 @@ FEW = 8
 # example's, counts whatever its size.
 Sizes = frozenset[int]
 FIRST, NONE = Sizes({0}), Sizes()
+# beside them, where a row may be that of several examples
+SHARED_ROWS = Sizes({-1})
 
 
 class DataFlow(TorchFunctionMetadataMode):
@@ -159,7 +161,7 @@ class DataFlow(TorchFunctionMetadataMode):
                 picked, cut = picked | joined, None
             elif base is not None and base in self._followed and (size := _cut_along(name, args, kwargs)):
                 cut = size
-            routed |= picked
+            routed |= picked | (SHARED_ROWS if name in SHARING else NONE)
             if any(tensor.requires_grad for tensor in tensors):
                 self.picked |= picked
             if routed and any(map(self._is_of_parameters, tensors)):

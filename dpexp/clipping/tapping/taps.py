@@ -115,7 +115,7 @@ class Recorder:
             self._donating = donating(False)
         guess = given.first if self.batch is None else self.batch
         self.current = ForwardPass(given.shapes, guess if guess < len(given.shapes) else 0)
-        self.current.nodes = -torch._C._autograd._get_sequence_nr()
+        self.current.begun = torch._C._autograd._get_sequence_nr()
         # a forward that this one interrupts, or that was left by an interrupt
         self._stop_watching()
         if watch:
@@ -161,7 +161,7 @@ class Recorder:
                         use.routed |= self.flow.picked
                 self.watched.append(self.current)
             self.last = weakref.ref(self.current)
-            self.current.nodes += torch._C._autograd._get_sequence_nr()
+            self.current.ended = torch._C._autograd._get_sequence_nr()
         self.current, self.inside = None, 0
         self._stop_watching()
         if self._donating is not None:
@@ -296,6 +296,13 @@ class Visit:
     def reached(self) -> set[int]:
         """Ids of the uses behind the roots; not of a head whose output nobody took."""
         return {id(node.use) for node in self.roots.graph() if isinstance(node, BY_TAP)}
+
+    @cached_property
+    def way(self) -> int:
+        """What tells two ways through the model apart: of the nodes behind the roots, which functions made those in a forward."""
+        made = [range(owner.begun, owner.ended) for owner in self.passes]
+        nodes = [node for node in self.roots.graph() if any(node._sequence_nr() in own for own in made)]
+        return hash(tuple([node.name() for node in nodes]))
 
     # whose the rows of a use are, as far as shapes tell
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from dpexp.clipping.gradients import Grouped, Outer, PerExampleGradient, Pulled, merge, numerics
 from dpexp.clipping.gradients.numerics import by_example
-from dpexp.clipping.tapping.dataflow import NONE, Sizes, by_torch_names
+from dpexp.clipping.tapping.dataflow import NONE, SHARED_ROWS, Sizes, by_torch_names
 
 # Roles of an operation on followed values. USE is followed by a digit for every other tensor: 1 for one of the batch.
 USE = "use"
@@ -292,6 +292,11 @@ class Use:
         return not self.routed.isdisjoint((0, rows))
 
     @property
+    def is_shared(self) -> bool:
+        """Whether several examples may share a row, as equal ones that are computed once."""
+        return not self.routed.isdisjoint(SHARED_ROWS)
+
+    @property
     def in_float16(self) -> bool:
         """Whether it computed with numbers of 16 bits that overflow beyond 65504."""
         low = self.autocast is not None and self.autocast[1] == torch.float16
@@ -352,7 +357,7 @@ class ForwardPass:
         roles: what was decided of each operation on a parameter, where this pass was watched; see `following`.
         consumed: whether a backward pass has arrived here.
         earlier: whether it is of an earlier batch.
-        nodes: of autograd, how many were made in it.
+        begun, ended: how many nodes autograd had made before and after it.
         returned: the `node_key` of each output that was computed from rows of examples, where this pass was watched.
         picked: the sizes of the dimensions along which it picked, of what has a gradient, where this pass was watched.
     """
@@ -364,7 +369,8 @@ class ForwardPass:
     ordinals: dict[str, int] = field(default_factory=dict)
     consumed: bool = False
     earlier: bool = False
-    nodes: int = 0
+    begun: int = 0
+    ended: int = 0
     returned: set[tuple[int, int]] = field(default_factory=set)
     picked: Sizes = NONE
 
