@@ -60,6 +60,12 @@ class Marks(WeakIdKeyDictionary):
             storage = StorageWeakRef(tensor.untyped_storage())
             self._storages[storage.cdata] = storage
 
+    def join(self, other: Marks) -> None:
+        """Add all of others, and let go of memory that is gone."""
+        self.update(other)
+        storages = {**self._storages, **other._storages}
+        self._storages = {place: storage for place, storage in storages.items() if not storage.expired()}
+
     def shares_memory(self, tensor: Any) -> bool:
         """Whether a tensor lies where another one was written to."""
         if not self._storages or not isinstance(tensor, Tensor) or not address_of(tensor):
@@ -104,8 +110,9 @@ class Line:
     targets: Set[int] = frozenset()
     # running statistics, which it writes and does not use
     kept: Set[int] = frozenset()
-    # memory that it has written over
-    filled: Sequence[Part] = ()
+    # see `memory.Piece`: memory that it has written over, and what it has read of its first argument
+    filled: Sequence[Any] = ()
+    read: Sequence[Any] = ()
 
     @cached_property
     def slots(self) -> list[int]:

@@ -131,7 +131,7 @@ class Tape:
             UntoldError: why it cannot be written down.
         """
         name = name_of(func)
-        written = written_by(func, kwargs, given)
+        written = written_by(func, args, kwargs, given)
         for tensor in written:
             self._lay_flat(tensor)
         slots = tree_map_only(Tensor, lambda t: Slot(self._number(t)), (args, kwargs))
@@ -155,9 +155,10 @@ class Tape:
         repeats = self._repeats(name, *in_order(args, kwargs))
         bases = [tensor._base for tensor in written if tensor._base is not None]
         targets = {self.numbers[tensor] for tensor in (*written, *bases) if tensor in self.numbers}
-        filled = self.memory.filled_by(func, args, written, "out" in kwargs)
+        filled = self.memory.filled_by(func, args, kwargs, written, self._is_public)
+        read = self.memory.read_by(func, args, kwargs, self._is_public)
         return Line(
-            func, slots, [], autocast, torch.is_grad_enabled(), counted, repeats, targets, kept, filled
+            func, slots, [], autocast, torch.is_grad_enabled(), counted, repeats, targets, kept, filled, read
         )
 
     def add(self, line: Line, made: list[Tensor]) -> None:
@@ -177,6 +178,12 @@ class Tape:
             line.made.append(self.numbers[tensor])
             if not self.table and sum(size == self._examples for size in tensor.shape) > 1:
                 self.table = f" ({name_of(line.func)} makes a table {list(tensor.shape)})"
+            if self.memory.has_moved(tensor, self.numbers[tensor]):
+                # resized or transposed in place
+                del self.numbers[tensor]
+        if "out" in line.given[1]:
+            # as long as it is now
+            line.filled = self.memory.filled_as_out(made)
         self.lines.append(line)
         if len(self.lines) > LONGEST:
             raise UntoldError(f"the loop calls more than {LONGEST} functions")
@@ -281,6 +288,9 @@ class Tape:
             else:
                 self.note_arrival(tensor)
         return self.numbers[tensor]
+
+    def _is_public(self, tensor: Tensor) -> bool:
+        return tensor not in self._known.private and not self._known.is_old(tensor)
 
     def _lay_flat(self, tensor: Tensor) -> None:
         """Hold all the memory that a tensor is written to in, if nothing that is written down has made it."""
