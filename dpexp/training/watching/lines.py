@@ -84,6 +84,12 @@ class Part(NamedTuple):
     stride: tuple[int, ...]
     offset: int
 
+    @property
+    def end(self) -> int:
+        """Where it is over."""
+        far = sum((size - 1) * stride for size, stride in zip(self.size, self.stride, strict=True))
+        return self.offset + far + 1 if all(self.size) else self.offset
+
 
 @dataclass(frozen=True)
 class Slot:

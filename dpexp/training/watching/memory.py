@@ -169,6 +169,16 @@ class Memory:
         """Where a call that was told where to write has left nothing of what was there."""
         return [Piece(self.part_of(t), *ALL) for t in made if self.holds(t)]
 
+    def copy_of(self, number: int, tensor: Tensor, used: Iterable[int]) -> Tensor:
+        """Return a copy of what is held; of flat memory, from the first to the last of its parts that are used."""
+        parts = [self.parts[n] for n in used if n in self.parts and self.parts[n].whole == number]
+        if not parts:
+            return tensor.clone()
+        first, last = min(part.offset for part in parts), max(part.end for part in parts)
+        copy = torch.empty_like(tensor)
+        copy[first:last] = tensor[first:last]
+        return copy
+
     def of(self, numbers: Iterable[int]) -> set[int]:
         """These numbers, and those of the flat tensors that they are parts of."""
         found = set(numbers)
