@@ -353,3 +353,14 @@ def test_values_of_a_batch_are_not_written_to_several_parameters_at_once(tmp_pat
 
     with pytest.raises(UserError, match="writes values of its batch to"):
         run(tmp_path, losses)
+
+
+def test_what_an_earlier_batch_has_left_is_followed_to_new_memory(tmp_path):
+    def losses(model, x, y, n, buffer):
+        entering = torch.zeros(n, 10)
+        entering.copy_(x + buffer.mean(0))
+        buffer[:n] = x
+        return cross_entropy(model, entering, y)
+
+    with pytest.raises(UserError, match="an earlier batch has left behind"):
+        run(tmp_path, losses)

@@ -89,12 +89,14 @@ class Memory:
 
     Attributes:
         parts: number of a tensor -> where it lies.
-        old: number of a flat tensor in which an earlier batch has left something -> how long it is.
+        lengths: number of a flat tensor -> how long it is.
+        old: numbers of flat tensors in which an earlier batch has left something.
     """
 
     def __init__(self) -> None:
         self.parts: dict[int, Part] = {}
-        self.old: dict[int, int] = {}
+        self.lengths: dict[int, int] = {}
+        self.old: set[int] = set()
         # storage -> what keeps its number from another one, the flat tensor's own number, and its kind
         self._wholes: dict[int, tuple[StorageWeakRef, int, torch.dtype]] = {}
 
@@ -105,8 +107,9 @@ class Memory:
         with torch._C.DisableTorchFunction():
             flat = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
             flat = flat.set_(tensor.untyped_storage()).clone()
+        self.lengths[number] = len(flat)
         if old:
-            self.old[number] = len(flat)
+            self.old.add(number)
         return flat
 
     def holds(self, tensor: Any) -> bool:
@@ -127,9 +130,9 @@ class Memory:
         _, whole, dtype = self._wholes[tensor.untyped_storage()._cdata]
         if dtype != tensor.dtype:
             raise UntoldError(f"memory that the loop writes to is read as {dtype} and as {tensor.dtype}")
-        if whole in self.old:
-            # it may have grown
-            self.old[whole] = max(self.old[whole], tensor.untyped_storage().nbytes() // tensor.itemsize)
+        # it may have grown
+        length = tensor.untyped_storage().nbytes() // tensor.itemsize
+        self.lengths[whole] = max(self.lengths[whole], length)
         return Part(whole, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
 
     def filled_by(
@@ -189,8 +192,8 @@ class Remains:
     """Where in memory values of earlier batches are, while a trace is gone through; see `Memory`."""
 
     def __init__(self, memory: Memory) -> None:
-        self._parts = memory.parts
-        self._old = {whole: torch.ones(size, dtype=torch.bool) for whole, size in memory.old.items()}
+        self._parts, self._lengths = memory.parts, memory.lengths
+        self._old = {whole: torch.ones(memory.lengths[whole], dtype=torch.bool) for whole in memory.old}
 
     def among(self, numbers: Iterable[int]) -> bool:
         """Whether one of these tensors holds some."""
@@ -198,7 +201,11 @@ class Remains:
 
     def add(self, numbers: Iterable[int]) -> None:
         """Values of earlier batches were written to these tensors."""
-        for there in self._places(self._of(numbers)):
+        parts = self._of(numbers)
+        for part in parts:
+            if part.whole not in self._old:
+                self._old[part.whole] = torch.zeros(self._lengths[part.whole], dtype=torch.bool)
+        for there in self._places(parts):
             there.fill_(True)
 
     def remove(self, filled: Iterable[Piece]) -> None:

@@ -231,7 +231,9 @@ class Tape:
         leaves = {n: there[n].detach().requires_grad_() for n in by}
         there |= leaves
         # a part is a part, whatever else is done with it
-        calls = [line for line in self.lines if self.memory.parts.keys().isdisjoint(line.made) or line.targets]
+        calls = [
+            line for line in self.lines if self.memory.parts.keys().isdisjoint(line.made) or line.targets
+        ]
         used = {slot for line in calls for slot in line.slots}
         there |= {n: self.memory.copy_of(n, there[n], used) for n in self.written if n in there}
         last = {used: i for i, line in enumerate(self.lines) for used in line.slots}

@@ -151,6 +151,10 @@ class Trace(TorchFunctionMode):
         whole = bool(self._batch) and self.whole
         return self.known.came or (whole and self._strange and not self._met)
 
+    def __deepcopy__(self, memo: Any) -> Trace:
+        """Return itself: hooks go with a copy of the model, which is another one."""
+        return self
+
     # -- watching -----------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
@@ -185,7 +189,7 @@ class Trace(TorchFunctionMode):
 
     def _entered(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Note what the loop has made of its batch, or kept of an earlier one, and gives to the model."""
-        if self._inside > 1:
+        if self._inside > 1 or module is not self.model:
             return
         # what the loop has made of the batch and hung on the model enters it, too
         hung = [t for module in self.model.modules() for t in vars(module).values() if isinstance(t, Tensor)]
