@@ -364,3 +364,25 @@ def test_what_an_earlier_batch_has_left_is_followed_to_new_memory(tmp_path):
 
     with pytest.raises(UserError, match="an earlier batch has left behind"):
         run(tmp_path, losses)
+
+
+def by_its_data(made, kept):
+    made.data.add_(kept)
+    return made
+
+
+def by_a_view_that_was_made_before(made, kept):
+    view = made.view(len(made), 10)
+    made.add_(kept)
+    return view
+
+
+@pytest.mark.parametrize("written", [by_its_data, by_a_view_that_was_made_before])
+def test_what_an_earlier_batch_has_left_is_followed_by_each_name(tmp_path, written):
+    def losses(model, x, y, n, buffer):
+        entering = written(x * 2, buffer.mean(0))
+        buffer[:n] = x
+        return cross_entropy(model, entering, y)
+
+    with pytest.raises(UserError, match="an earlier batch has left behind"):
+        run(tmp_path, losses)
