@@ -41,6 +41,15 @@ RUNNING = {"batch_norm", "instance_norm"}
 LIKE = {"to", "type_as", "expand_as", "view_as", "reshape_as"}
 # what rows belong to is told, and those of each are added up
 ADDING = {"index_add", "scatter_add", "scatter_reduce", "index_reduce"}
+# from here on what the loop does is not written down: it goes by numbers of Python
+ESCAPES = {"tolist"}
+# what they return is no tensor, and may become one that nobody knows
+LEAVING = {"numpy", "__array__", "__dlpack__", "untyped_storage", "storage"}
+# and these make tensors of what is none
+COMING = {"tensor", "as_tensor", "asarray"}
+# given[0].data = given[1]
+SETTING = Tensor.data.__set__  # type: ignore[attr-defined]
+DIFFERENTIATING = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 # the last one: a parameter, as it is read within a module of an attached model
 PLAIN = (Tensor, nn.Parameter, Followed)
 

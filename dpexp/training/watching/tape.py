@@ -242,8 +242,8 @@ class Tape:
         calls = [
             line for line in self.lines if self.memory.parts.keys().isdisjoint(line.made) or line.targets
         ]
-        used = {slot for line in calls for slot in line.slots}
-        there |= {n: self.memory.copy_of(n, there[n], used) for n in self.written if n in there}
+        read = {slot for line in calls for slot in line.slots}
+        there |= {n: self.memory.copy_of(n, there[n], read) for n in self.written if n in there}
         last = {used: i for i, line in enumerate(self.lines) for used in line.slots}
         cuda = [t.device for t in there.values() if t.is_cuda][:1]
         with torch.random.fork_rng(cuda), torch.set_grad_enabled(bool(by)), WithoutChance(Chance()) as chance:

@@ -24,8 +24,13 @@ from dpexp.errors import UntoldError, UserError, without_data
 from dpexp.training.watching.aliases import Aliases
 from dpexp.training.watching.flows import EARLIER, REPEATED
 from dpexp.training.watching.lines import (
+    COMING,
+    DIFFERENTIATING,
+    ESCAPES,
+    LEAVING,
     PLAIN,
     READING_SHAPES,
+    SETTING,
     Marks,
     Number,
     name_of,
@@ -43,21 +48,11 @@ from dpexp.training.watching.places import Places, entries
 from dpexp.training.watching.sizes import Sizes
 from dpexp.training.watching.tape import Known, Tape
 
-# from here on what the loop does is not written down: it goes by numbers of Python
-ESCAPES = {"tolist"}
-# what they return is no tensor, and may become one that nobody knows
-LEAVING = {"numpy", "__array__", "__dlpack__", "untyped_storage", "storage"}
-# and these make tensors of what is none
-COMING = {"tensor", "as_tensor", "asarray"}
 # as many numbers as somebody counts; shards of a model have more
 HANDFUL = 16
 Made = TypeVar("Made")
 
 WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-# given[0].data = given[1]
-SETTING = Tensor.data.__set__  # type: ignore[attr-defined]
-DIFFERENTIATING = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
-
 SCALERS = torch.amp.GradScaler.scale.__code__.co_filename
 
 
