@@ -252,3 +252,137 @@ def test_it_is_said_where_something_is_made_of_a_batch_that_nobody_sees(tmp_path
     engine = make(tmp_path)
     train(engine, losses=lambda engine, batch: losses(engine.model, *batch))
     assert any("by other means" in note for note in engine.clipper.notes) == noted
+
+
+def by_index(model, x, y, n, buffer):
+    buffer[torch.arange(n)] = x
+    return cross_entropy(model, buffer.index_select(0, torch.arange(n)), y)
+
+
+def by_index_copy(model, x, y, n, buffer):
+    buffer.index_copy_(0, torch.arange(n), x)
+    return cross_entropy(model, buffer[torch.arange(len(buffer)) < n], y)
+
+
+def resized(model, x, y, n, buffer):
+    buffer.resize_(n, 10).copy_(x)
+    return cross_entropy(model, buffer, y)
+
+
+def resized_by_out(model, x, y, n, buffer):
+    torch.mul(x, 2, out=buffer)
+    return cross_entropy(model, buffer, y)
+
+
+def as_variables(model, x, y, n, buffer):
+    return cross_entropy(model, torch.autograd.Variable(x), torch.autograd.Variable(y))
+
+
+@pytest.mark.parametrize("losses", [by_index, by_index_copy, resized, resized_by_out, as_variables])
+def test_what_is_written_over_by_index_or_resized_or_has_another_name_is_taken(tmp_path, losses):
+    run(tmp_path, losses, size=24)
+
+
+def several_at_once(x, n, buffer):
+    other = torch.zeros(n, 10)
+    torch._foreach_copy_([buffer[:n], other], [x, centred(x)])
+    return other
+
+
+def as_old_classes(x, n, buffer):
+    return torch.FloatTensor(centred(x))
+
+
+def set_to(x, n, buffer):
+    made = torch.empty(0)
+    made.set_(centred(x))
+    return made
+
+
+def in_part(x, n, buffer):
+    made = centred(x)
+    return torch.empty(0).set_(made.untyped_storage(), 0, (n, 5)).repeat(1, 2)
+
+
+@pytest.mark.parametrize(
+    ("entering", "seen"),
+    [(several_at_once, True), (as_old_classes, True), (set_to, True), (in_part, False)],
+)
+def test_what_is_written_or_named_without_a_call_of_its_own_is_followed(tmp_path, entering, seen):
+    def losses(model, x, y, n, buffer):
+        return cross_entropy(model, entering(x, n, buffer), y)
+
+    if seen:
+        with pytest.raises(UserError, match="mixes examples before they enter"):
+            run(tmp_path, losses)
+    else:
+        with pytest.raises(AssertionError, match="not looked at"):
+            run(tmp_path, losses)
+
+
+def test_what_a_batch_before_the_last_one_has_left_is_refused(tmp_path):
+    bank = []
+
+    def losses(model, x, y, n, buffer):
+        bank.append(x.clone())
+        return cross_entropy(model, x + bank[-3].mean(0) if len(bank) > 2 else x, y)
+
+    with pytest.raises(UserError, match="an earlier batch has left behind"):
+        run(tmp_path, losses)
+
+
+def test_two_buffers_in_turn_hold_what_an_earlier_batch_has_left(tmp_path):
+    buffers = [torch.zeros(30, 10), torch.zeros(30, 10)]
+
+    def losses(model, x, y, n, buffer):
+        buffers.reverse()
+        entering = x + buffers[0].mean(0)
+        buffers[0][:n] = x
+        return cross_entropy(model, entering, y)
+
+    with pytest.raises(UserError, match="an earlier batch has left behind"):
+        run(tmp_path, losses)
+
+
+def test_values_of_a_batch_are_not_written_to_several_parameters_at_once(tmp_path):
+    def losses(model, x, y, n, buffer):
+        found = cross_entropy(model, x, y)
+        with torch.no_grad():
+            torch._foreach_copy_([buffer[0, :3], model[3].bias], [x[0, :3], x[0, :3]])
+        return found
+
+    with pytest.raises(UserError, match="writes values of its batch to"):
+        run(tmp_path, losses)
+
+
+def test_what_an_earlier_batch_has_left_is_followed_to_new_memory(tmp_path):
+    def losses(model, x, y, n, buffer):
+        entering = torch.zeros(n, 10)
+        entering.copy_(x + buffer.mean(0))
+        buffer[:n] = x
+        return cross_entropy(model, entering, y)
+
+    with pytest.raises(UserError, match="an earlier batch has left behind"):
+        run(tmp_path, losses)
+
+
+def by_its_data(made, kept):
+    made.data.add_(kept)
+    return made
+
+
+def by_a_view_that_was_made_before(made, kept):
+    view = made.view(len(made), 10)
+    made.add_(kept)
+    return view
+
+
+@pytest.mark.parametrize("written", [by_its_data, by_a_view_that_was_made_before])
+def test_what_an_earlier_batch_has_left_is_followed_by_each_name(tmp_path, written):
+    def losses(model, x, y, n, buffer):
+        entering = written(x * 2, buffer.mean(0))
+        buffer[:n] = x
+        return cross_entropy(model, entering, y)
+
+    with pytest.raises(UserError, match="an earlier batch has left behind"):
+        run(tmp_path, losses)

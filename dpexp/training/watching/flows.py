@@ -36,7 +36,8 @@ def refuse_others(tape: Tape, number: int, what: str) -> None:
     for line in tape.lines:
         # what is written over is not in what stands there then
         over = line.targets if line.filled else frozenset()
-        used = [n for n in line.uses[name_of(line.func) in SHAPES :] if n not in over]
+        skipped = name_of(line.func) in SHAPES or remains.misses(line.read)
+        used = [n for n in line.uses[skipped:] if n not in over]
         if not earlier.isdisjoint(used) or remains.among(used):
             earlier.update(set(line.written) - memory.parts.keys())
             remains.add(line.written)

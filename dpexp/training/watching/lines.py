@@ -41,6 +41,15 @@ RUNNING = {"batch_norm", "instance_norm"}
 LIKE = {"to", "type_as", "expand_as", "view_as", "reshape_as"}
 # what rows belong to is told, and those of each are added up
 ADDING = {"index_add", "scatter_add", "scatter_reduce", "index_reduce"}
+# from here on what the loop does is not written down: it goes by numbers of Python
+ESCAPES = {"tolist"}
+# what they return is no tensor, and may become one that nobody knows
+LEAVING = {"numpy", "__array__", "__dlpack__", "untyped_storage", "storage"}
+# and these make tensors of what is none
+COMING = {"tensor", "as_tensor", "asarray"}
+# given[0].data = given[1]
+SETTING = Tensor.data.__set__  # type: ignore[attr-defined]
+DIFFERENTIATING = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 # the last one: a parameter, as it is read within a module of an attached model
 PLAIN = (Tensor, nn.Parameter, Followed)
 
@@ -60,6 +69,12 @@ class Marks(WeakIdKeyDictionary):
             storage = StorageWeakRef(tensor.untyped_storage())
             self._storages[storage.cdata] = storage
 
+    def join(self, other: Marks) -> None:
+        """Add all of others, and let go of memory that is gone."""
+        self.update(other)
+        storages = {**self._storages, **other._storages}
+        self._storages = {place: storage for place, storage in storages.items() if not storage.expired()}
+
     def shares_memory(self, tensor: Any) -> bool:
         """Whether a tensor lies where another one was written to."""
         if not self._storages or not isinstance(tensor, Tensor) or not address_of(tensor):
@@ -77,6 +92,12 @@ class Part(NamedTuple):
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
+
+    @property
+    def end(self) -> int:
+        """Where it is over."""
+        far = sum((size - 1) * stride for size, stride in zip(self.size, self.stride, strict=True))
+        return self.offset + far + 1 if all(self.size) else self.offset
 
 
 @dataclass(frozen=True)
@@ -104,8 +125,9 @@ class Line:
     targets: Set[int] = frozenset()
     # running statistics, which it writes and does not use
     kept: Set[int] = frozenset()
-    # memory that it has written over
-    filled: Sequence[Part] = ()
+    # see `memory.Piece`: memory that it has written over, and what it has read of its first argument
+    filled: Sequence[Any] = ()
+    read: Sequence[Any] = ()
 
     @cached_property
     def slots(self) -> list[int]:

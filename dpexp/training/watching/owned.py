@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from dpexp.clipping.tapping.dataflow import in_place
 from dpexp.clipping.tapping.roots import nodes_behind
 from dpexp.clipping.tapping.taps import BY_TAP
 from dpexp.errors import UserError
@@ -78,12 +77,16 @@ class Owned:
         if name is not None and any(tap.recorder.visiting is None for tap in taps):
             raise UserError(ASKED.format(name=name))
 
-    def look_at_parameters(self, func: Any, given: list[Tensor], private: WeakIdKeyDictionary) -> None:
+    def look_at_parameters(
+        self, func: Any, given: list[Tensor], written: list[Tensor], private: WeakIdKeyDictionary
+    ) -> None:
         """Refuse values of the batch that are written to the model, and note parameters of others that it goes through."""
         places = [storage_of(t) if type(t) in PLAIN else 0 for t in given]
-        writes = in_place(func) or name_of(func) == "__set__"
-        if writes and places[0] in self._names and any(t in private for t in given[1:]):
-            raise UserError(WRITTEN.format(name=self._names[places[0]]))
+        if name_of(func) == "__set__":
+            written = given[:1]
+        names = [self._names[storage_of(t)] for t in written if storage_of(t) in self._names]
+        if names and any(t in private for t in given):
+            raise UserError(WRITTEN.format(name=names[0]))
         for tensor, place in zip(given, places, strict=True):
             trains = type(tensor) is nn.Parameter and tensor.requires_grad and torch.is_grad_enabled()
             if trains and place not in self._names:

@@ -57,7 +57,7 @@ class Places:
     """
 
     def __init__(self, examples: int, rows_per_example: int, axes: WeakIdKeyDictionary):
-        self.examples, self._times, self._axes = examples, {1, rows_per_example}, axes
+        self.examples, self._times, self.axes = examples, {1, rows_per_example}, axes
         # where the examples stand in all that has several dimensions, as far as is known
         self._usual = {axis for tensor, axis in axes.items() if tensor.dim() > 1}
 
@@ -67,7 +67,7 @@ class Places:
             Place(axis, times)
             for axis, size in enumerate(tensor.shape)
             for times in self._times
-            if size == self.examples * times and self._axes.get(tensor, axis) == axis
+            if size == self.examples * times and self.axes.get(tensor, axis) == axis
         ]
 
     def likely(self, tensor: Tensor, returned: bool) -> tuple[list[Place], bool]:
@@ -80,7 +80,7 @@ class Places:
         usual = [place for place in fits if self._usual == {place.axis}]
         front = any(place.axis == 0 for place in fits)
         several = not front and returned and tensor.dim() > 0 and len(tensor) % self.examples == 0
-        sure = tensor.dim() == 0 or tensor in self._axes or bool(usual) or front or several
+        sure = tensor.dim() == 0 or tensor in self.axes or bool(usual) or front or several
         # as many layers as examples, in front of them
         return usual if len(usual) == 1 else fits, sure and not (returned and len(fits) > 1)
 

@@ -265,8 +265,8 @@ class Redone:
             UserError: they depend on other examples.
         """
         refuse_others(self.tape, number, "what enters the model depends")
+        whole = self._again(number)[0]
         try:
-            whole = self._again(number)[0]
             others = [self._other(number, half) for half in self._halves]
             places = self.trace.rows.possible(whole)
             rows = [[place.rows(t, self.examples) for t in (whole, *others)] for place in places]

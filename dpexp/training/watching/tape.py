@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -123,6 +124,8 @@ class Tape:
         self.table = ""
         self._count = self._bytes = 0
         self.memory = Memory()
+        # storage -> what keeps its number from another one, and the numbers of all that lies there
+        self._lying: dict[int, tuple[StorageWeakRef, set[int]]] = {}
 
     def line_of(self, func: Any, args: Any, kwargs: Any, given: list[Tensor]) -> Line:
         """A call and what it is given, which is held as it is now.
@@ -131,7 +134,7 @@ class Tape:
             UntoldError: why it cannot be written down.
         """
         name = name_of(func)
-        written = written_by(func, kwargs, given)
+        written = written_by(func, args, kwargs, given)
         for tensor in written:
             self._lay_flat(tensor)
         slots = tree_map_only(Tensor, lambda t: Slot(self._number(t)), (args, kwargs))
@@ -155,9 +158,14 @@ class Tape:
         repeats = self._repeats(name, *in_order(args, kwargs))
         bases = [tensor._base for tensor in written if tensor._base is not None]
         targets = {self.numbers[tensor] for tensor in (*written, *bases) if tensor in self.numbers}
-        filled = self.memory.filled_by(func, args, written, "out" in kwargs)
+        for tensor in written:
+            if address_of(tensor) and not self.memory.holds(tensor):
+                # views that were made before, ``t.data``, ``t.detach()``
+                targets |= self._lying.get(tensor.untyped_storage()._cdata, (None, set[int]()))[1]
+        filled = self.memory.filled_by(func, args, kwargs, written, self._is_public)
+        read = self.memory.read_by(func, args, kwargs, self._is_public)
         return Line(
-            func, slots, [], autocast, torch.is_grad_enabled(), counted, repeats, targets, kept, filled
+            func, slots, [], autocast, torch.is_grad_enabled(), counted, repeats, targets, kept, filled, read
         )
 
     def add(self, line: Line, made: list[Tensor]) -> None:
@@ -175,8 +183,15 @@ class Tape:
             if tensor not in self.numbers:
                 self.numbers[tensor] = self._count = self._count + 1
             line.made.append(self.numbers[tensor])
+            self._lies_there(tensor)
             if not self.table and sum(size == self._examples for size in tensor.shape) > 1:
                 self.table = f" ({name_of(line.func)} makes a table {list(tensor.shape)})"
+            if self.memory.has_moved(tensor, self.numbers[tensor]):
+                # resized or transposed in place
+                del self.numbers[tensor]
+        if "out" in line.given[1]:
+            # as long as it is now
+            line.filled = self.memory.filled_as_out(made)
         self.lines.append(line)
         if len(self.lines) > LONGEST:
             raise UntoldError(f"the loop calls more than {LONGEST} functions")
@@ -223,7 +238,12 @@ class Tape:
         """
         leaves = {n: there[n].detach().requires_grad_() for n in by}
         there |= leaves
-        there |= {n: there[n].clone() for n in self.written if n in there}
+        # a part is a part, whatever else is done with it
+        calls = [
+            line for line in self.lines if self.memory.parts.keys().isdisjoint(line.made) or line.targets
+        ]
+        read = {slot for line in calls for slot in line.slots}
+        there |= {n: self.memory.copy_of(n, there[n], read) for n in self.written if n in there}
         last = {used: i for i, line in enumerate(self.lines) for used in line.slots}
         cuda = [t.device for t in there.values() if t.is_cuda][:1]
         with torch.random.fork_rng(cuda), torch.set_grad_enabled(bool(by)), WithoutChance(Chance()) as chance:
@@ -266,6 +286,7 @@ class Tape:
             self.numbers[tensor] = self._count = self._count + 1
             with torch._C.DisableTorchFunctionSubclass():
                 self.held[self._count] = tensor.detach()
+            self._lies_there(tensor)
             if tensor in self._known.rowed:
                 self._bytes += tensor.nbytes
                 self._place(self._count, tensor)
@@ -281,6 +302,14 @@ class Tape:
             else:
                 self.note_arrival(tensor)
         return self.numbers[tensor]
+
+    def _lies_there(self, tensor: Tensor) -> None:
+        if address_of(tensor):
+            storage = StorageWeakRef(tensor.untyped_storage())
+            self._lying.setdefault(storage.cdata, (storage, set()))[1].add(self.numbers[tensor])
+
+    def _is_public(self, tensor: Tensor) -> bool:
+        return tensor not in self._known.private and not self._known.is_old(tensor)
 
     def _lay_flat(self, tensor: Tensor) -> None:
         """Hold all the memory that a tensor is written to in, if nothing that is written down has made it."""

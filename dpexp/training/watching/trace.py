@@ -14,18 +14,23 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C import _functorch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode, _push_mode
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from dpexp.clipping.tapping.dataflow import in_place, tensors_in
-from dpexp.errors import UserError, without_data
+from dpexp.clipping.tapping.dataflow import tensors_in
+from dpexp.errors import UntoldError, UserError, without_data
+from dpexp.training.watching.aliases import Aliases
 from dpexp.training.watching.flows import EARLIER, REPEATED
 from dpexp.training.watching.lines import (
+    COMING,
+    DIFFERENTIATING,
+    ESCAPES,
+    LEAVING,
     PLAIN,
     READING_SHAPES,
+    SETTING,
     Marks,
     Number,
     name_of,
@@ -35,40 +40,19 @@ from dpexp.training.watching.lines import (
 )
 from dpexp.training.watching.listening import listening
 from dpexp.training.watching.memory import written_by
+from dpexp.training.watching.messages import NOT_PUBLIC, SCALED
+from dpexp.training.watching.modes import put_below, take_off, unwrapped
 from dpexp.training.watching.owned import Owned
 from dpexp.training.watching.padded import Padding
 from dpexp.training.watching.places import Places, entries
 from dpexp.training.watching.sizes import Sizes
 from dpexp.training.watching.tape import Known, Tape
 
-# from here on what the loop does is not written down: it goes by numbers of Python
-ESCAPES = {"tolist"}
-# what they return is no tensor, and may become one that nobody knows
-LEAVING = {"numpy", "__array__", "__dlpack__"}
-# and these make tensors of what is none
-COMING = {"tensor", "as_tensor", "asarray"}
 # as many numbers as somebody counts; shards of a model have more
 HANDFUL = 16
 Made = TypeVar("Made")
 
 WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-# given[0].data = given[1]
-SETTING = Tensor.data.__set__  # type: ignore[attr-defined]
-DIFFERENTIATING = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
-
-NOT_PUBLIC = (
-    "within engine.public() the model is given values of the private batch, of an earlier one, or rows of the data set: give it "
-    "public rows alone there"
-)
-UNUSED = (
-    "nothing of this batch reaches the model or the losses: epsilon is that of examples that engine.batches() has drawn, and not "
-    "of rows that the loop takes by itself. Compute losses from the batch that engine.batches() yields. What C++ or torch.jit "
-    "makes of it is not seen: call one of torch's own functions on it too"
-)
-SCALED = (
-    "a GradScaler has scaled the losses: every gradient would be clipped as if it were that much longer. Leave it out: bf16 "
-    "needs none, and for fp16 PrivacyEngine(..., loss_scale=...) takes a fixed scale, which is taken off before clipping"
-)
 SCALERS = torch.amp.GradScaler.scale.__code__.co_filename
 
 
@@ -145,7 +129,11 @@ class Trace(TorchFunctionMode):
         # of what else a batch may hold, nobody sees what is read
         self.whole = all(isinstance(leaf, Tensor) for leaf in tree_leaves(batch))
         self.used = not self._batch or not self.whole
+        known, facts = self.known, (self.known.listed, self.known.returned, self._batch, self.rows.axes)
+        self._told = (self.tape.numbers, known.rowed, known.within, known.told)
+        self._aliases = Aliases([*self._told, known.private, *facts])
         for tensor in tensors_in(batch):
+            self._aliases.add(tensor, whole=False)
             if not tensor.dim():
                 # a constant of the collate function; or what it has counted
                 self.known.private.pop(tensor, None)
@@ -157,6 +145,10 @@ class Trace(TorchFunctionMode):
         """Whether the loop seems to make something of the batch by what is not seen."""
         whole = bool(self._batch) and self.whole
         return self.known.came or (whole and self._strange and not self._met)
+
+    def __deepcopy__(self, memo: Any) -> Trace:
+        """Return itself: hooks go with a copy of the model, which is another one."""
+        return self
 
     # -- watching -----------------------------------------------------------------------------------------------------
 
@@ -172,9 +164,8 @@ class Trace(TorchFunctionMode):
         self._own.look_for_sums()
         if dist.is_available() and dist.is_initialized():
             self._open.enter_context(listening(self._hear))
-        # below modes that the loop has entered: who leaves one takes the topmost off
-        _stack([self, *_unstacked()])
-        self._open.callback(lambda: _stack([mode for mode in _unstacked() if mode is not self]))
+        put_below(self)
+        self._open.callback(take_off, self)
 
     def end(self) -> None:
         """Watch no longer."""
@@ -193,11 +184,12 @@ class Trace(TorchFunctionMode):
 
     def _entered(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Note what the loop has made of its batch, or kept of an earlier one, and gives to the model."""
-        if self._inside > 1:
+        if self._inside > 1 or module is not self.model:
             return
         # what the loop has made of the batch and hung on the model enters it, too
         hung = [t for module in self.model.modules() for t in vars(module).values() if isinstance(t, Tensor)]
         entering = [*tensors_in((args, kwargs)), *(t for t in hung if self.tape.knows(t))]
+        self._adopt(entering)
         self.used |= any(tensor in self._batch for tensor in entering)
         self._invented += [
             t.grad_fn for t in entering if t.grad_fn is not None and t not in self.known.private
@@ -239,9 +231,22 @@ class Trace(TorchFunctionMode):
                 self._have_rows(made or returned)
                 if self._inside == 1:
                     self.known.returned.update(dict.fromkeys(made or returned, len(self.calls) - 1))
+                    for tensor in made or returned:
+                        self._aliases.add(tensor, whole=False)
             elif self._old_inside and self._inside == 1:
                 self.known.before.update(dict.fromkeys(tensors_in(output, depth=1)))
             self._inside -= 1
+
+    def _adopt(self, given: list[Tensor]) -> None:
+        """Know of tensors what is known of others in their places."""
+        for tensor in given:
+            known = any(tensor in told for told in self._told) or self.tape.memory.holds(tensor)
+            if known or self.failure:
+                continue
+            try:
+                self._aliases.adopt(tensor)
+            except UntoldError as error:
+                self._stop(str(error), lasting=True)
 
     def _have_rows(self, tensors: Iterable[Tensor]) -> None:
         for tensor in tensors:
@@ -258,12 +263,13 @@ class Trace(TorchFunctionMode):
             self._own.refuse_differentiated(given)
             roots = [t.grad_fn for t in given] if any(t in self.known.private for t in given) else []
             self._own.look_at_leaves(roots, self._invented, self.known.private, self.rows.fits)
+        self._adopt(given)
         self.used |= (
             any(t in self._batch for t in values_of(func, given)) and name_of(func) not in READING_SHAPES
         )
         if self._inside:
             return self._made_within(func, args, kwargs, given)
-        written = written_by(func, kwargs, given)
+        written = written_by(func, args, kwargs, given)
         for tensor in written:
             self._own.refuse_written_sum(tensor)
         if "c10d" in str(func) or str(getattr(func, "__module__", "")).startswith("torch.distributed"):
@@ -273,8 +279,8 @@ class Trace(TorchFunctionMode):
             return result
         if self.failure:
             return self._followed(func, args, kwargs, given)
-        known = (self.tape.numbers, self.known.rowed, self.known.within, self.known.told, self.known.private)
-        inner = [_unwrapped(t) for t in given]
+        known = (*self._told, self.known.private)
+        inner = [unwrapped(t) for t in given]
         if any(t is not wrapped for t, wrapped in zip(inner, given, strict=True)) and any(
             t in tensors for t in inner for tensors in known
         ):
@@ -317,20 +323,24 @@ class Trace(TorchFunctionMode):
                 elements = Number(given[0].numel() // made[0].numel())
                 self.sizes.note(len(self.tape.lines), "mean", elements, averaged=True)
             self._tried(self.tape.add, line, made)
+        for tensor in made:
+            if tensor in self.known.private:
+                self._aliases.add(tensor)
         return result
 
     def _followed(self, func: Any, args: Any, kwargs: Any, given: list[Tensor]) -> Any:
         """Call a function, and remember which tensors and numbers hold values of the batch."""
         private = any(t in self.known.private for t in values_of(func, given))
         if private:
-            self._own.look_at_parameters(func, given, self.known.private)
+            written = written_by(func, args, kwargs, given)
+            self._own.look_at_parameters(func, given, written, self.known.private)
             self.known.left |= name_of(func) in LEAVING and self.examples > 1
         result = func(*args, **kwargs)
         if private:
             self.sizes.add_count(result)
             for tensor in tree_leaves(result):
                 self.known.mark(tensor)
-            for tensor in (*_written(func, kwargs, given), *running(func, args, kwargs, given)):
+            for tensor in (*_written(func, args, kwargs, given), *running(func, args, kwargs, given)):
                 self.known.mark(tensor, written=True)
         return result
 
@@ -339,7 +349,7 @@ class Trace(TorchFunctionMode):
         result = func(*args, **kwargs)
         if any(t in self.known.private or t in self.known.within for t in values_of(func, given)):
             self.sizes.add_count(result)
-            made = [*tree_leaves(result), *(given[:1] if in_place(func, kwargs) else ())]
+            made = [*tree_leaves(result), *written_by(func, args, kwargs, given)]
             for tensor in made:
                 if type(tensor) in PLAIN:
                     self.known.within[tensor] = len(self.calls) - 1
@@ -379,7 +389,7 @@ class Trace(TorchFunctionMode):
             self.known.drawn.update(dict.fromkeys(tensors_in(result)))
         if old:
             self.known.before.update({t: None for t in tree_leaves(result) if type(t) in PLAIN})
-            for tensor in (*_written(func, kwargs, given), *running(func, args, kwargs, given)):
+            for tensor in (*_written(func, args, kwargs, given), *running(func, args, kwargs, given)):
                 if type(tensor) in PLAIN:
                     self.known.before.mark_written(tensor)
         return result
@@ -409,28 +419,7 @@ class Trace(TorchFunctionMode):
         self.tape.forget()
 
 
-def _written(func: Any, kwargs: Any, given: list[Tensor]) -> list[Any]:
+def _written(func: Any, args: Any, kwargs: Any, given: list[Tensor]) -> list[Any]:
     """What a function has written to, and what that is a part of."""
-    written = given[:1] if func == SETTING else written_by(func, kwargs, given)
+    written = given[:1] if func == SETTING else written_by(func, args, kwargs, given)
     return [*written, *(tensor._base for tensor in written)]
-
-
-def _unwrapped(tensor: Tensor) -> Tensor:
-    """What stands behind a tensor within a transform of `torch.func`."""
-    while _functorch.is_functorch_wrapped_tensor(tensor):
-        tensor = _functorch.get_unwrapped(tensor)
-    return tensor
-
-
-def _unstacked() -> list[Any]:
-    """Take all modes off their stack, and return them as they stood."""
-    found: list[Any] = []
-    while (mode := _get_current_function_mode()) is not None:
-        found.insert(0, mode)
-        _pop_mode()
-    return found
-
-
-def _stack(modes: Iterable[Any]) -> None:
-    for mode in modes:
-        _push_mode(mode)

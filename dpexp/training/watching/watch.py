@@ -18,9 +18,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 from dpexp.clipping.survey.layouts import due
 from dpexp.errors import UserError
 from dpexp.training.watching.lines import Marks
+from dpexp.training.watching.messages import UNUSED
 from dpexp.training.watching.padded import Padding
 from dpexp.training.watching.redone import Mixture, told_by
-from dpexp.training.watching.trace import UNUSED, Trace
+from dpexp.training.watching.trace import Trace
 
 log = logging.getLogger(__name__)
 
@@ -92,8 +93,8 @@ class LossWatch:
         self._doubted: set[int] = set()
         # what was found in this batch
         self._refused: UserError | None = None
-        # of the batch that was watched last: its tensors, and what was made of them
-        self._before = Marks()
+        # of the batch that was watched last, and of those before it: their tensors, and what was made of them
+        self._last, self._before = Marks(), Marks()
 
     def begin_loop(self) -> bool:
         """Note that another loop begins; return whether its first batches are watched, whatever earlier ones have told."""
@@ -119,6 +120,7 @@ class LossWatch:
         fractions, self._trace = [] if self._trace is None else self._trace.sizes.fractions, None
         if watched < PATIENCE or self._afresh or due(self._batches) or due(self._batches + 1):
             self._afresh = max(0, self._afresh - 1)
+            self._before.join(self._last)
             self._trace = Trace(
                 self.model,
                 batch,
@@ -132,7 +134,7 @@ class LossWatch:
                 fractions,
                 self._batches,
             )
-            self._before = self._trace.known.private
+            self._last = self._trace.known.private
             self._trace.begin()
 
     def end(self) -> None:
