@@ -8,7 +8,6 @@ alike, and what is drawn for a batch can be drawn again after a crash.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -22,12 +21,31 @@ Generator = random.Random | np.random.Generator | np.random.RandomState | torch.
 DEPTH = 6
 # parts of a list that are looked at: transforms, and no rows
 FEW = 64
+# most of what a data set holds, and nothing in it
+PLAIN = {int, float, str, bytes, bool, type(None)}
+# numpy's own sources of bits, which begin with a number whatever a class made of one asks for
+SOURCES = (np.random.MT19937, np.random.PCG64, np.random.PCG64DXSM, np.random.Philox, np.random.SFC64)
 
 
 def of(dataset: Any) -> list[Generator]:
     """Find those in its attributes, in data sets that it is made of, and in transforms; what functions take from a module is not
     seen."""
-    return list(_within(dataset, DEPTH, set()))
+    found: list[Generator] = []
+    seen: set[int] = set()
+    level = [dataset]
+    # what is near comes first: what is met on a long way is looked into where a short one leads there, too
+    for _ in range(DEPTH + 1):
+        below: list[Any] = []
+        for value in level:
+            if id(value) in seen:
+                continue
+            seen.add(id(value))
+            if isinstance(value, Generator):
+                found.append(value)
+            elif not isinstance(value, Tensor | np.ndarray | ModuleType | type):
+                below += [part for part in _parts(value) if type(part) not in PLAIN]
+        level = below
+    return found
 
 
 def seed(generator: Generator, number: int) -> None:
@@ -37,22 +55,16 @@ def seed(generator: Generator, number: int) -> None:
     elif isinstance(generator, random.Random):
         generator.seed(number)
     elif isinstance(generator, np.random.RandomState):
-        generator.seed([number & 0xFFFFFFFF, number >> 32])
+        # forgets the second of two normal numbers, too
+        generator.set_state(_state(generator._bit_generator, number))
     else:
-        generator.bit_generator.state = type(generator.bit_generator)(number).state
+        generator.bit_generator.state = _state(generator.bit_generator, number)
 
 
-def _within(value: Any, depth: int, seen: set[int]) -> Iterator[Generator]:
-    if isinstance(value, Generator):
-        if id(value) not in seen:
-            seen.add(id(value))
-            yield value
-        return
-    if not depth or id(value) in seen or isinstance(value, Tensor | np.ndarray | ModuleType | type):
-        return
-    seen.add(id(value))
-    for part in _parts(value):
-        yield from _within(part, depth - 1, seen)
+def _state(bits: Any, number: int) -> dict[str, Any]:
+    """The state of a source of bits that begins with a number."""
+    source = next((kind for kind in SOURCES if isinstance(bits, kind)), type(bits))
+    return {**source(number).state, "bit_generator": type(bits).__name__}
 
 
 def _parts(value: Any) -> list[Any]:
@@ -60,9 +72,13 @@ def _parts(value: Any) -> list[Any]:
         return [value.__self__]
     if isinstance(value, FunctionType):
         return [part for cell in value.__closure__ or () for part in _held(cell)]
-    if isinstance(value, list | tuple | dict):
-        few = value.values() if isinstance(value, dict) else value
-        return list(few) if len(value) <= FEW else []
+    # of one that reads its rows when it is asked for them, no row is read
+    if isinstance(value, dict):
+        return list(dict.values(value)) if dict.__len__(value) <= FEW else []
+    if isinstance(value, list):
+        return list(list.__iter__(value)) if list.__len__(value) <= FEW else []
+    if isinstance(value, tuple):
+        return list(tuple.__iter__(value)) if tuple.__len__(value) <= FEW else []
     held = getattr(value, "__dict__", None)
     return list(held.values()) if isinstance(held, dict) else []
 

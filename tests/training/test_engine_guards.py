@@ -4,6 +4,7 @@ import copy
 import random
 import shutil
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from torch import nn
 from torch.utils.data import default_collate
 
 from dpexp.errors import UserError
+from dpexp.training import generators
 from dpexp.training.sums import Sums
 from tests.training.own_loop import (
     TASK,
@@ -323,6 +325,45 @@ def test_a_teacher_or_a_saved_number_does_not_move_with_each_piece(tmp_path, cha
     with pytest.raises(UserError, match="in the middle of a batch"):
         train(engine, 4, after=lambda batch: change(engine))
     assert engine.ledger.steps_charged == 0
+
+
+class Holding(nn.Module):
+    """A network with a saved buffer."""
+
+    def __init__(self, held):
+        super().__init__()
+        self.inner = network()
+        self.register_buffer("held", held)
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+@pytest.mark.parametrize(
+    "held",
+    [
+        lambda: torch.eye(4).to_sparse(),
+        lambda: torch.eye(4).to_sparse_csr(),
+        lambda: torch.eye(4).to_sparse_csc(),
+        lambda: torch.eye(4).to_sparse_bsr(2),
+        lambda: torch.nested.nested_tensor([torch.ones(1, 2), torch.ones(3, 2)], layout=torch.jagged),
+        lambda: torch.ones(4).to(torch.float8_e4m3fn),
+        lambda: torch.ones(4, device="meta"),
+    ],
+    ids=["coo", "csr", "csc", "bsr", "jagged", "float8", "meta"],
+)
+def test_a_saved_buffer_may_be_of_any_kind(tmp_path, held):
+    assert train(make(tmp_path, Holding(held())), 4, steps=2).steps_taken == 2
+
+
+@pytest.mark.parametrize("kind", [torch.Tensor.to_sparse, torch.Tensor.to_sparse_csr])
+def test_a_sparse_buffer_does_not_move_with_each_piece(tmp_path, kind):
+    part = Holding(kind(torch.eye(4)))
+    engine = make(tmp_path, nn.Sequential(part))
+    with pytest.raises(
+        UserError, match=r"saved buffer 0\.held was changed in the middle of a batch.*persistent=False"
+    ):
+        train(engine, 4, after=lambda batch: setattr(part, "held", part.held * 2))
 
 
 @pytest.mark.parametrize("change", [decayed, rated, followed, counted])
@@ -680,3 +721,33 @@ def test_what_a_data_set_draws_from_generators_of_its_own_follows_from_the_key(t
     assert np.array_equal(found[0], found[1])
     # and each piece, whatever it has been read after, has its own
     assert all(len(np.unique(column)) == len(column) for column in np.concatenate([found[0], found[2]]).T)
+
+
+class Lazy(list):
+    """Reads its rows when it is asked for them."""
+
+    def __iter__(self):
+        raise AssertionError("rows were read")
+
+
+class Counting(np.random.PCG64):
+    """A source of bits that asks for no number."""
+
+    def __init__(self):
+        super().__init__(0)
+
+
+def test_generators_of_any_source_are_found_on_the_shortest_way_and_seeded():
+    sources = np.random.RandomState(np.random.PCG64(0)), np.random.Generator(Counting())
+    # what is met first on a way that ends there has a short one, too
+    deep = SimpleNamespace(a=SimpleNamespace(b=[*sources]))
+    data = SimpleNamespace(far=[[[SimpleNamespace(deep=deep)]]], near=deep, rows=Lazy([1]))
+    found = generators.of(data)
+    assert {id(generator) for generator in found} == {id(source) for source in sources}
+
+    def drawn(number):
+        for generator in found:
+            generators.seed(generator, number)
+        return [source.standard_normal() for source in sources]
+
+    assert drawn(1) == drawn(1) != drawn(2)

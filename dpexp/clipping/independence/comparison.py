@@ -155,13 +155,35 @@ def rows_of_one(plain: Tensor, weighted: Tensor, times: int = 1) -> int | None:
     return None
 
 
-def same_buffer(before: Tensor, now: Tensor | None) -> bool:
+def same_buffer(before: Tensor, now: Tensor | None, rtol: float = 1e-5, atol: float = 1e-7) -> bool:
     """Tell whether a buffer is what it was, to rounding."""
-    if now is None or now.shape != before.shape:
+    if now is None or now.shape != before.shape or now.layout != before.layout:
         return False
-    if before.is_floating_point():
-        return torch.allclose(now, before, rtol=1e-5, atol=1e-7, equal_nan=True)
-    return torch.equal(now, before)
+    pairs = list(zip(held_in(before), held_in(now), strict=True))
+    return all(a.shape == b.shape and _same(a, b, rtol, atol) for a, b in pairs)
+
+
+def held_in(tensor: Tensor) -> list[Tensor]:
+    """Return the dense tensors that hold what a tensor is: of a sparse one, where its values stand, and the values last."""
+    if tensor.is_meta:
+        return []
+    if tensor.is_nested:
+        return list(tensor.unbind())
+    if tensor.layout == torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return [tensor]
+
+
+def _same(a: Tensor, b: Tensor, rtol: float, atol: float) -> bool:
+    if a.is_floating_point() and a.element_size() == 1:
+        # torch compares no such numbers of 8 bits
+        a, b = a.float(), b.float()
+    # most are equal, and NaN is not
+    return torch.equal(a, b) or (a.is_floating_point() and torch.allclose(b, a, rtol, atol, equal_nan=True))
 
 
 def outputs(value: Any, used: Collection[int] = ()) -> dict[int, Tensor]:

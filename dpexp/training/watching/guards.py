@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from dpexp.clipping.independence.comparison import held_in, same_buffer
 from dpexp.clipping.sharding import parts_of
 from dpexp.errors import UserError
 
@@ -225,8 +226,8 @@ class StepGuard:
         self._weights = [p for p in model.parameters() if p.dtype in FLOATS]
         # by name: they may be assigned anew
         self._kept = [
-            (module, name)
-            for module in model.modules()
+            (module, name, f"{path}.{name}" if path else name)
+            for path, module in model.named_modules()
             for name, buffer in module._buffers.items()
             if buffer is not None and name not in module._non_persistent_buffers_set
         ]
@@ -256,18 +257,24 @@ class StepGuard:
                 "tell how many pieces the batch has, which is private: where a scheduler or the loop does that after every "
                 "piece, do it where engine.step(losses) returns True, or give PrivacyEngine(..., scheduler=...)"
             )
-        if any(
-            a.shape == b.shape
-            and not (
-                torch.equal(a, b) or (a.is_floating_point() and torch.allclose(a, b, 0, 0, equal_nan=True))
-            )
+        different = [
+            a.shape == b.shape and not same_buffer(a, b, 0, 0)
             for a, b in zip(weights, self._some_numbers(), strict=True)
-        ):
+        ]
+        of_weights = len(different) - len(self._kept)
+        if any(different[:of_weights]):
             raise UserError(
                 "the weights were changed in the middle of a batch (a decay by hand, load_state_dict, averaged weights that were "
-                "not taken out again, a teacher that follows), or a saved buffer: which examples meet which weights is private, "
-                "as is how many pieces a batch has, and no noise is for that. Do it where engine.step(losses) returns True"
+                "not taken out again, a teacher that follows): which examples meet which weights is private, as is how many "
+                "pieces a batch has, and no noise is for that. Do it where engine.step(losses) returns True"
             )
+        for (_, _, name), other in zip(self._kept, different[of_weights:], strict=True):
+            if other:
+                raise UserError(
+                    f"the saved buffer {name} was changed in the middle of a batch: how many pieces a batch has is private, as "
+                    "is how long they are, and no noise is for that. Where the loop does it, do it where engine.step(losses) "
+                    "returns True; where the model's forward does (a mask, positions), register it with persistent=False"
+                )
 
     def _some_numbers(self) -> list[Tensor]:
         """A few of every weight, also of what was written as ``p.data``, which changes no version: a tensor for each device and
@@ -276,8 +283,9 @@ class StepGuard:
         for row in map(few_numbers, self._weights):
             if row is not None:
                 taken.setdefault((row.device, row.dtype), []).append(row)
-        buffers = (module._buffers.get(name) for module, name in self._kept)
-        kept = [None if buffer is None else few_numbers(buffer) for buffer in buffers]
+        buffers = (module._buffers.get(name) for module, name, _ in self._kept)
+        held = [[] if buffer is None else held_in(buffer) for buffer in buffers]
+        kept = [few_numbers(parts[-1]) if parts else None for parts in held]
         empty = torch.zeros(0)
         return [torch.cat(rows) for rows in taken.values()] + [
             empty if row is None else row.clone() for row in kept
