@@ -38,7 +38,7 @@ class Backwards:
 
     def __init__(self, replay: Replay, comparison: Comparison):
         self._replay, self._comparison = replay, comparison
-        self._params = _some({name: p for name, p in replay.model.named_parameters() if p.requires_grad})
+        self._names = _some({name: p for name, p in replay.model.named_parameters() if p.requires_grad})
 
     def parameter_that_differs(self, variant: Variant, batch: Inputs) -> str:
         """Return the name of a parameter whose gradient is another one in a variant; "" if none.
@@ -50,10 +50,16 @@ class Backwards:
         before = again(self._gradients, self._replay.inputs, variant, False)
         return self._unlike(before, again(self._gradients, batch, variant, True)) if before else ""
 
+    def agree(self, variant: Variant, batch: Inputs) -> bool:
+        """Tell whether no gradient differs; see `parameter_that_differs`."""
+        return not self.parameter_that_differs(variant, batch)
+
     def _gradients(self, batch: Inputs, variant: Variant, here: bool) -> Folded:
         """What goes back for the examples of a variant in a batch; ``here``: which is that variant."""
         found: Folded = {}
         with self._replay.begun():
+            # others, where that computes in 64 bits
+            params = {name: p for name, p in self._replay.model.named_parameters() if name in self._names}
             leaves = outputs(self._replay.run(batch), self._replay.used)
             directions = {
                 n: self._comparison.direction(n, t, variant, here)
@@ -65,17 +71,18 @@ class Backwards:
             # of the graph, nothing is held but by what goes back
             leaves.clear()
             # what is computed again on the way back draws nothing either
-            with _folding(self._params, found), self._replay.silence(), self._replay.without_chance():
-                if tensors and self._params:
-                    params = list(self._params.values())
-                    torch.autograd.grad(tensors, params, list(asked.values()), allow_unused=True)
+            with _folding(params, found), self._replay.silence(), self._replay.without_chance():
+                if tensors and params:
+                    torch.autograd.grad(
+                        tensors, list(params.values()), list(asked.values()), allow_unused=True
+                    )
         return found
 
     def _unlike(self, before: Folded, here: Folded) -> str:
         """The name of the first gradient that differs."""
         sizes = [{name: float(g.norm()) for name, g in folded.items()} for folded in (before, here)]
         largest = max(sizes[0].values(), default=0.0)
-        for name in self._params:
+        for name in self._names:
             if name in before and name in here:
                 # beside a much larger gradient, a small one is rounding
                 size = max(sizes[0][name], sizes[1][name], 1e-3 * largest)
@@ -84,14 +91,14 @@ class Backwards:
         return ""
 
 
-def _some(params: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+def _some(params: dict[str, nn.Parameter]) -> list[str]:
     taken, total = {name for name in list(params)[:1] if params[name].numel() <= FIRST}, 0
     for name, p in sorted(params.items(), key=lambda item: item[1].numel()):
         total += p.numel()
         if total > MOST and taken:
             break
         taken.add(name)
-    return {name: p for name, p in params.items() if name in taken}
+    return [name for name in params if name in taken]
 
 
 @contextmanager

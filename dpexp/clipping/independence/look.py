@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -243,16 +244,25 @@ class Look:
     def _is_rounding(
         self, runs: tuple[list[Inputs], list[Inputs]], differs: Callable[..., bool | None]
     ) -> bool:
-        """Whether what differs is the same in 64 bits: large weights, as of a training that diverges, make much of rounding."""
+        """Whether what differs is the same in 64 bits."""
+
+        def alike() -> bool:
+            before, here = (self.runs.of(batches)[0][-1] for batches in runs)
+            return before.keys() == here.keys() and not any(
+                differs(t, here[leaf], leaf) for leaf, t in before.items()
+            )
+
+        return self._holds_widely(alike)
+
+    def _holds_widely(self, holds: Callable[[], bool]) -> bool:
+        """Whether something holds in 64 bits, which did not before: large weights, as of a training that diverges, make much of
+        rounding, and so do rectifiers near their kinks, of a gradient."""
         size = sum(p.numel() for p in self.replay.model.parameters())
         if self.comparison.bits == 64 or self.replay.narrow or size > LARGEST:
             return False
         self.replay.wide = True
         try:
-            before, here = (self.runs.of(batches)[0][-1] for batches in runs)
-            return before.keys() == here.keys() and not any(
-                differs(t, here[leaf], leaf) for leaf, t in before.items()
-            )
+            return holds()
         except Exception:
             # what names its bits itself
             return False
@@ -295,6 +305,8 @@ class Look:
                 self.replay.keeps = True
                 batch = self.batches.made(reading, variant.rows, 1.0)
                 name = backwards.parameter_that_differs(variant, batch)
+                if name and self._holds_widely(partial(backwards.agree, variant, batch)):
+                    name = ""
             except Exception as error:
                 # a graph that cannot be gone through so, or too little memory
                 self.one_way = without_data(error)
