@@ -269,6 +269,24 @@ def test_it_is_noticed_where_several_forwards_wait_for_their_backward(microbatch
     assert not clipper.notes
 
 
+class OverPositions(Net):
+    """A convolution along the positions of each example, of which some are nobody's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.first(x))
+        return self.last(self.between(h + 0.5 * h.roll(1, 1)))
+
+
+@pytest.mark.parametrize("length", [1, 0])
+def test_of_several_forwards_few_rows_with_a_gradient_do_not_tell_whose_they_are(length: int) -> None:
+    """The one position of a batch in which one example has a loss is that example's, and no example."""
+    model = OverPositions(lambda h: h).double()
+    clipper, batch = attach(model), x(2, 1, D).double()
+    counted = torch.tensor([1.0, 0.0], dtype=torch.float64)
+    losses = model(batch).square().sum((1, 2)) * counted
+    clipper.backward(losses + model(batch[:, :length]).square().sum((1, 2)))
+
+
 class InModes(Net):
     """Centred where it is asked for, by an argument or by a switch."""
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from dpexp.clipping import attach
 from dpexp.clipping.survey.layouts import LEVELS, MANY_LEVELS, ROWS, SECOND, all_weights, candidates, weights
 from dpexp.clipping.survey.observed import follows, signature
-from dpexp.errors import UserError
+from dpexp.errors import LateError, UserError
 from tests.clipping.test_users_code import exact_in_company
 from tests.clipping.zoo import C, D
 
@@ -244,6 +244,43 @@ def test_what_a_longer_batch_shows_is_not_believed_of_an_earlier_length(engine: 
     torch.manual_seed(0)
     batches = [{"x": torch.randn(3, length, D).double()} for length in (3, 4, 3)]
     exact_in_company(Squares(), batches, engine)
+
+
+def test_examples_with_the_same_weight_do_not_change_places_unseen() -> None:
+    """In a model that puts rows in order later, before a lookup, which no gradient goes through; one example has a loss."""
+
+    class Sorts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.sorts = nn.Embedding(4, 3), False
+
+        def forward(self, x: Tensor) -> Tensor:
+            if not self.sorts:
+                return self.table(x.argmax(-1))
+            order = x[:, 0, 0].argsort()[:, None, None].expand_as(x)
+            found = self.table(x.gather(0, order).argmax(-1))
+            order = order[..., :3]
+            return torch.zeros_like(found).scatter(0, order, found)
+
+    given = weights(8).tolist()
+    first, second = next((a, b) for b in range(8) for a in range(b) if given[a] == given[b])
+    torch.manual_seed(0)
+    x = torch.randn(8, 4, 4).double()
+    places = torch.arange(8)
+    places[first], places[second] = second, first
+    x[:, 0, 0] = places.double()
+    model = Sorts().double()
+    clipper = attach(model)
+    clipper.backward(model(x).square().sum((1, 2)))
+    model.sorts = True
+    for _ in range(3):
+        losses = model(x).square().sum((1, 2)) * torch.zeros(8).index_fill(0, torch.tensor(first), 1.0)
+        try:
+            norms = clipper.backward(losses).norms[0]
+            break
+        except LateError:
+            continue
+    assert norms.nonzero().flatten().tolist() == [first]
 
 
 def test_features_are_no_examples_where_there_are_as_many() -> None:

@@ -137,21 +137,22 @@ def places_of(gradient: Tensor, chosen: Tensor) -> Places:
 
 def rows_of_one(plain: Tensor, weighted: Tensor, times: int = 1) -> int | None:
     """Return how many rows an output has of which each belongs to one example alone, ``times`` to each of these; None where it
-    has no such dimension. Rows without a gradient, fewer than half of all, may be anybody's.
+    has no such dimension, or most of its rows have no gradient and may be anybody's.
 
     Args:
         plain: gradient of the losses with respect to the output.
         weighted: of the losses times their numbers, counted from 1.
         times: rows of an example.
     """
-    for axis in range(min(2, plain.dim())):
+    for axis in range(min(2, plain.dim()) if plain.numel() else 0):
         a, b = (g.unsqueeze(-1).movedim(axis, 0).flatten(1).double() for g in (plain, weighted))
         squares = a.square().sum(1)
         rows = squares > 0
         whose = ((a * b).sum(1) / squares)[rows].round()
         apart = (b[rows] - whose[:, None] * a[rows]).abs() > 1e-3 * b[rows].abs().amax(1, keepdim=True)
-        if 2 * len(whose) > len(rows) and not bool(apart.any()) and len(whose.unique()) * times == len(whose):
-            return len(rows)
+        if not bool(apart.any()) and len(whose.unique()) * times == len(whose):
+            # the one column of a batch in which one example has a gradient is that example's, too
+            return len(rows) if 2 * len(whose) > len(rows) else None
     return None
 
 

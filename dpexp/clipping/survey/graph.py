@@ -202,7 +202,7 @@ class Survey:
             if id(use) in pending.keys() - doubted
             and ownership.may_be_untold(use, pending[id(use)], visit.rows)
         }
-        observed = Observed(visit, loops | pending, unordered)
+        observed = Observed(visit, loops | pending, unordered, bool(doubted))
         self.looped |= observed.back_propagate(params)
         if not pending:
             return

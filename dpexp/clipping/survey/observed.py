@@ -33,14 +33,17 @@ class Observed:
         visit: of a graph.
         pending: uses that are looked at, by id, with the layouts that their shapes allow.
         unordered: those of them whose rows may lie in any order: of each row it is asked whose it is.
+        doubted: whether something that was proven before is asked again: examples with the same weight may have changed places.
     """
 
-    def __init__(self, visit: Visit, pending: dict[int, list[str]], unordered: Set[int]):
+    def __init__(
+        self, visit: Visit, pending: dict[int, list[str]], unordered: Set[int], doubted: bool = False
+    ):
         self.visit, self.pending, self._unordered = visit, pending, unordered
         many = unordered and not any(use.in_float16 for use in visit.uses)
         self._levels = layouts.MANY_LEVELS if many else layouts.LEVELS
         self._weightings = layouts.all_weights(visit.num_examples, self._levels)
-        if not unordered:
+        if not (unordered or doubted):
             del self._weightings[1:]
         # those that tell whose a row is
         self._telling = len(self._weightings)
@@ -220,8 +223,9 @@ class Observed:
         Stricter about evidence than `proven` is about proof: training goes on if this is False, and in a trained model the
         gradients of confident examples are so small that rounding is all there is to see.
         """
-        plain, weighted = (seen[id(use), layout] for seen in self._seen[:2])
-        error, scale, finite = _compared(plain, weighted, self._by_row[0])
+        plain, *weighted = (seen[id(use), layout] for seen in self._seen)
+        each = [_compared(plain, *pair) for pair in zip(weighted, self._by_row, strict=True)]
+        error, scale, finite = (torch.cat(parts) for parts in zip(*each, strict=True))
         large = scale > 1e-3 * torch.where(finite, scale, 0.0).max()
         tolerance = 0.02 if torch.finfo(self._dtypes[id(use)]).bits >= 32 else 0.2
         return bool((finite & large & (error > tolerance * scale)).any())
