@@ -174,3 +174,26 @@ def test_what_is_drawn_on_the_way_back_alone_is_constant_in_a_look() -> None:
     # both halves among all, and alone
     constant = [len(numbers) for numbers in drawn if bool((numbers == numbers[0, 0]).all())]
     assert constant == [B, B // 2] * 2
+
+
+class Kinks(nn.Module):
+    """Rectifiers of what is next to zero, which rounding decides in 32 bits: kernels go by the size of the batch."""
+
+    def __init__(self, size: int = 64) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(size, size, bias=False), nn.Linear(size, size, bias=False)
+        self.head = nn.Linear(size, size)
+        self.register_buffer("both", (self.two.weight.double() @ self.one.weight.double()).detach().float())
+
+    def forward(self, x: Tensor) -> Tensor:
+        nearly_zero = self.two(self.one(x)) - nn.functional.linear(x, self.both)
+        return self.head(x) + nearly_zero.relu()
+
+
+@pytest.mark.parametrize("examples", [2, 3, 5])
+def test_gradients_that_rounding_decides_are_no_coupling(examples: int) -> None:
+    torch.manual_seed(0)
+    model = Kinks()
+    clipper = attach(model)
+    report = clipper.backward(model(torch.randn(examples, 64)).square().sum(1))
+    assert report.norms.isfinite().all()
