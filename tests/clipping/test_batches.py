@@ -486,32 +486,29 @@ def test_rows_that_meet_behind_the_last_use_in_a_later_batch_are_refused(pick: A
         clipper.backward(square(model, {"x": batches[2]}))
 
 
+def once_each(self: Any, x: Tensor) -> Tensor:
+    """Equal rows are computed once."""
+    once, where = x.unique(dim=0, return_inverse=True)
+    return self.out(torch.tanh(self.first(once)))[where]
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 def test_equal_rows_are_computed_once_in_an_order_that_changes_nothing_at_first(engine: str) -> None:
-    def forward(self: Any, x: Tensor) -> Tensor:
-        once, where = x.unique(dim=0, return_inverse=True)
-        return self.out(torch.tanh(self.first(once)))[where]
-
     torch.manual_seed(0)
     batches = [rows(4), rows(4), rows(5)]
     batches[0]["x"] = batches[0]["x"][batches[0]["x"][:, 0].argsort()]
     batches[2]["x"][3] = batches[2]["x"][1]
-    exact_in_company(Own(forward, **linears("first", "out")), batches, engine)
+    exact_in_company(Own(once_each, **linears("first", "out")), batches, engine)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_row_of_two_equal_examples_is_not_that_of_a_third(engine: str) -> None:
     """Whose weight in a proof is the mean of theirs."""
-
-    def forward(self: Any, x: Tensor) -> Tensor:
-        once, where = x.unique(dim=0, return_inverse=True)
-        return self.out(torch.tanh(self.first(once)))[where]
-
     torch.manual_seed(0)
     batches = [rows(5) for _ in range(10)]
     for batch, (one, other) in zip(batches, combinations(range(5), 2), strict=True):
         batch["x"][one] = batch["x"][other]
-    exact_in_company(Own(forward, **linears("first", "out")), batches, engine)
+    exact_in_company(Own(once_each, **linears("first", "out")), batches, engine)
 
 
 @pytest.mark.parametrize("engine", ENGINES)

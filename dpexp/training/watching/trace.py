@@ -22,7 +22,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 from dpexp.clipping.tapping.dataflow import tensors_in
 from dpexp.errors import UntoldError, UserError, without_data
 from dpexp.training.watching.aliases import Aliases
-from dpexp.training.watching.flows import EARLIER, REPEATED
 from dpexp.training.watching.lines import (
     COMING,
     DIFFERENTIATING,
@@ -40,7 +39,7 @@ from dpexp.training.watching.lines import (
 )
 from dpexp.training.watching.listening import listening
 from dpexp.training.watching.memory import written_by
-from dpexp.training.watching.messages import NOT_PUBLIC, SCALED
+from dpexp.training.watching.messages import EARLIER, NOT_PUBLIC, REPEATED, SCALED
 from dpexp.training.watching.modes import put_below, take_off, unwrapped
 from dpexp.training.watching.owned import Owned
 from dpexp.training.watching.padded import Padding
