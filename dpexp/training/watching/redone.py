@@ -160,12 +160,12 @@ class Redone:
 
     def _look(self, number: int, losses: Tensor) -> bool:
         whole, by_chance = self._lost(number)
-        others = [self._lost_otherwise(number, half) for half in self._halves]
+        others = [self._lost(number, half)[0] for half in self._halves]
         changed = [[self._unlike(*pair) for pair in zip(whole, other, strict=True)] for other in others]
         mixed = any(bool((one & other).any()) for one, other in zip(*changed, strict=True))
         for i in self._lonely():
             # a count of the classes there are, a maximum: the same in both halves, and not among copies of one example
-            alone = self._unlike(whole[0], self._lost_otherwise(number, [i])[0])
+            alone = self._unlike(whole[0], self._lost(number, [i])[0][0])
             mixed |= bool(alone.view(self.examples, -1)[i].any())
         if mixed and not by_chance and bool(self._unlike(whole[0], losses).any()):
             raise UntoldError("computed again they are others")
@@ -189,15 +189,13 @@ class Redone:
         )
         return [half[0] for half in self._halves] if stays and not self._unplaced else []
 
-    def _lost(
-        self, number: int, kept: Sequence[int] | None = None, scale: float = 1.0
-    ) -> tuple[list[Tensor], bool]:
+    def _lost(self, number: int, kept: Sequence[int] | None = None) -> tuple[list[Tensor], bool]:
         """What each example loses, and the gradients of all losses at the rows of what the model returned.
 
         A factor of a gradient alone, as in a score function, moves no loss.
         """
         try:
-            losses, gradients, by_chance = self._again(number, kept, scale, by=self._by)
+            losses, gradients, by_chance = self._again(number, kept, by=self._by)
         except Exception:
             if kept is not None:
                 raise
@@ -210,13 +208,6 @@ class Redone:
             front = gradient.reshape(len(gradient) if gradient.dim() else 1, -1)
             rows.append(front if place is None else place.rows(gradient, self.examples))
         return rows, by_chance
-
-    def _lost_otherwise(self, number: int, kept: Sequence[int]) -> list[Tensor]:
-        try:
-            return self._lost(number, kept, SCALE)[0]
-        except Exception:
-            # a target that must be between 0 and 1
-            return self._lost(number, kept)[0]
 
     def _refuse_shared(self, number: int, whole: Tensor) -> None:
         """Refuse a number that the model returns or keeps, and that the losses of several examples go by: a mean, detached."""
@@ -268,7 +259,7 @@ class Redone:
         refuse_others(self.tape, number, "what enters the model depends")
         whole = self._again(number)[0]
         try:
-            others = [self._other(number, half) for half in self._halves]
+            others = [self._again(number, half)[0] for half in self._halves]
             places = self.trace.rows.possible(whole)
             rows = [[place.rows(t, self.examples) for t in (whole, *others)] for place in places]
         except Exception:
@@ -358,18 +349,10 @@ class Redone:
             return False
         return bool(returned) and all(map(self._told_rows, returned))
 
-    def _other(self, number: int, kept: Sequence[int]) -> Tensor:
-        """A tensor, with the examples ``kept`` in the place of the others."""
-        try:
-            return self._again(number, kept, SCALE)[0]
-        except Exception:
-            return self._again(number, kept)[0]
-
     def _again(
         self,
         number: int,
         kept: Sequence[int] | None = None,
-        scale: float = 1.0,
         instead: Mapping[int, Tensor] | None = None,
         by: Sequence[int] = (),
     ) -> tuple[Tensor, Sequence[Tensor], bool]:
@@ -378,24 +361,32 @@ class Redone:
         Args:
             number: of the tensor.
             kept: None: all stay.
-            scale: factor of floating-point numbers in the place of others.
             instead: what stands in the place of tensors with these numbers.
             by: numbers of the tensors that it is differentiated by.
         """
-        there = dict(self.tape.held) | dict(instead or {})
-        if kept is not None:
-            half = self._halves.index(list(kept)) if list(kept) in self._halves else None
-            for n, held in self.tape.held.items():
-                told = [] if half is None else self._told_rows(n)
-                if half is not None and told:
-                    # rows that the model was given in another order come back in that order
-                    there[n] = rows_changed(held, [rows[half] for rows in told], scale)
-                elif (place := self._place_of(n)) is not None:
-                    left = self._rows_left(half) if half is not None and n in self.tape.returned else kept
-                    there[n] = place.replaced(held, self.examples, left, scale)
-                elif self.tape.entries.get(n, kept[0]) not in kept:
-                    there[n] = self._other_entry(held, scale)
-        return self.tape.again(number, there, by)
+        if kept is None:
+            return self.tape.again(number, self.tape.held | dict(instead or {}), by)
+        try:
+            return self.tape.again(number, self._with_others(kept, SCALE), by)
+        except Exception:
+            # a target that must be between 0 and 1
+            return self.tape.again(number, self._with_others(kept, 1.0), by)
+
+    def _with_others(self, kept: Sequence[int], scale: float) -> dict[int, Tensor]:
+        """What is held, with the examples ``kept`` in the place of the others; ``scale``: of floating-point numbers there."""
+        there = dict(self.tape.held)
+        half = self._halves.index(list(kept)) if list(kept) in self._halves else None
+        for n, held in self.tape.held.items():
+            told = [] if half is None else self._told_rows(n)
+            if half is not None and told:
+                # rows that the model was given in another order come back in that order
+                there[n] = rows_changed(held, [rows[half] for rows in told], scale)
+            elif (place := self._place_of(n)) is not None:
+                left = self._rows_left(half) if half is not None and n in self.tape.returned else kept
+                there[n] = place.replaced(held, self.examples, left, scale)
+            elif self.tape.entries.get(n, kept[0]) not in kept:
+                there[n] = self._other_entry(held, scale)
+        return there
 
     def _other_entry(self, held: Tensor, scale: float) -> Tensor:
         """What stands in the place of an entry of a list: the same rows in reverse order, or labels that other entries have."""
