@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
 from dpexp.clipping import Clipper
+from dpexp.clipping.gradients.numerics import states_of_chance
 from dpexp.errors import UserError
 from dpexp.training.watching.collated import Part, Parts
 
@@ -237,9 +238,7 @@ def _sizes(rows: Any) -> Any:
 
 def _drawn(make: Collate, chosen: list[int], seed: int) -> tuple[Any, Any]:
     """A batch, and where the random generators are then."""
-    batch = _seeded(make, chosen, seed)
-    state: Any = np.random.get_state()
-    return batch, (random.getstate(), state[1].tobytes(), state[2:], _bytes(torch.get_rng_state()[None]))
+    return _seeded(make, chosen, seed), states_of_chance(torch.device("cpu"))
 
 
 def _leaving_one_out(make: Collate, unit: Sequence[int]) -> list[Any]:
@@ -330,10 +329,15 @@ def refuse_other_order(collate_fn: Collate, examples: Sequence[Any], batch: Any)
 
 
 def _seeded(collate_fn: Collate, examples: list[Any], seed: int) -> Any:
+    seed_generators(seed)
+    return collate_fn(copy.deepcopy(examples))
+
+
+def seed_generators(seed: int) -> None:
+    """Let the random generators of Python, numpy and torch begin anew."""
     random.seed(seed)
     np.random.seed(seed)
     torch.default_generator.manual_seed(seed)
-    return collate_fn(copy.deepcopy(examples))
 
 
 def _changed(leaf: Any) -> Any:

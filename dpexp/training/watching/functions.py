@@ -35,8 +35,7 @@ def look_at_losses(
     model: nn.Module,
     batch: Any,
     name: str,
-    rows_per_example: int = 1,
-    padding: bool = False,
+    padding: bool,
 ) -> str | None:
     """Compute losses again, without gradients and without chance, on other batches of the same rows.
 
@@ -45,7 +44,6 @@ def look_at_losses(
         model: with or without a clipper.
         batch: on the model's device; its tensors begin with the batch.
         name: of the function, for a refusal.
-        rows_per_example: adjacent rows of each example.
         padding: whether to compute them with more padding too, where the batch says what that is.
 
     Returns:
@@ -55,11 +53,11 @@ def look_at_losses(
         UserError: what an example loses depends on the others of its batch.
     """
     tensors = [t for t in tensors_in(batch) if t.dim()]
-    count = len(tensors[0]) // rows_per_example if tensors else 0
+    count = len(tensors[0]) if tensors else 0
     if count < 2:
         return f"{name} was not looked at: fewer than two examples"
-    replay = Replay(_AsModule(losses, model, rows_per_example), (batch,), {})
-    look = Look(replay, Arrangement(count, rows_per_example))
+    replay = Replay(_AsModule(losses, model), (batch,), {})
+    look = Look(replay, Arrangement(count))
     try:
         look.run(padding)
     except UserError as error:
@@ -124,13 +122,11 @@ def _augmented_losses(task: Task, seed: int, step: int) -> Losses:
 class _AsModule(nn.Module):
     """Losses as a module, whose forward can be run again."""
 
-    def __init__(self, losses: Losses, model: nn.Module, rows_per_example: int):
+    def __init__(self, losses: Losses, model: nn.Module):
         super().__init__()
         self.model = model
         # named as what a replay leaves alone: behind it may stand a whole data set
         self._dpexp_losses = losses
-        self._dpexp_rows = rows_per_example
 
     def forward(self, batch: Any) -> Tensor:
-        # as many as there are rows, where an example has several
-        return self._dpexp_losses(self.model, batch).repeat_interleave(self._dpexp_rows)
+        return self._dpexp_losses(self.model, batch)

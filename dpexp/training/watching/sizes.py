@@ -33,7 +33,7 @@ class Sizes:
         unlike: the same without how many times -> the whole numbers that stood there and were another one.
     """
 
-    def __init__(self, examples: int, rows_per_example: int, earlier: Sequence[float] = ()):
+    def __init__(self, examples: int, rows_per_example: int, earlier: Sequence[float]):
         self.scaled: dict[tuple[int, str, Hashable, int], int] = {}
         self.unlike: dict[tuple[int, str, Hashable], set[float]] = {}
         self._examples, self.times = examples, {1, rows_per_example}

@@ -58,7 +58,7 @@ class Known:
         drawn: what torch has made of no tensor: noise, zeros, an order.
     """
 
-    def __init__(self, before: Marks, own: Owned, data: Iterable[Tensor] = ()):
+    def __init__(self, before: Marks, own: Owned, data: Iterable[Tensor]):
         self.private, self.before = Marks(), before
         self.rowed, self.returned = WeakIdKeyDictionary(), WeakIdKeyDictionary()
         self.within, self.told = WeakIdKeyDictionary(), WeakIdKeyDictionary()

@@ -92,18 +92,18 @@ class Trace(TorchFunctionMode):
         rows_per_example: int,
         before: Marks,
         outside: WeakIdKeyDictionary,
-        axes: WeakIdKeyDictionary | None = None,
-        data: Iterable[Tensor] = (),
-        padding: Padding | None = None,
-        fractions: Sequence[float] = (),
-        turn: int = 0,
+        axes: WeakIdKeyDictionary,
+        data: Iterable[Tensor],
+        padding: Padding,
+        fractions: Sequence[float],
+        turn: int,
     ):
         super().__init__()
-        self.padding = padding or {}
+        self.padding = padding
         self.felt: set[int] = set()
         self.model, self.examples, self.turn = model, examples, turn
         # which dimensions may be the batch
-        self.rows = Places(examples, rows_per_example, WeakIdKeyDictionary() if axes is None else axes)
+        self.rows = Places(examples, rows_per_example, axes)
         self.sizes = Sizes(examples, rows_per_example, fractions)
         self.failure, self.lasting = "", False
         self.watching, self.opaque, self.public = False, False, False

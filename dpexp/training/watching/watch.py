@@ -69,15 +69,8 @@ class LossWatch:
         outside: parameters that batches went through and that are not the model's.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        rows_per_example: int = 1,
-        notes: list[str] | None = None,
-        data: Sequence[Tensor] = (),
-    ):
-        self.model, self.rows_per_example, self.data = model, rows_per_example, data
-        self.notes = [] if notes is None else notes
+    def __init__(self, model: nn.Module, rows_per_example: int, notes: list[str], data: Sequence[Tensor]):
+        self.model, self.rows_per_example, self.notes, self.data = model, rows_per_example, notes, data
         self.outside = WeakIdKeyDictionary()
         self._batches = self._tried = self._told = self._alone = 0
         # in the present loop; and how many of its next ones are watched
@@ -107,8 +100,8 @@ class LossWatch:
         self,
         batch: Any,
         examples: int,
-        axes: Callable[[], WeakIdKeyDictionary] = WeakIdKeyDictionary,
-        padding: Callable[[], Padding] = dict,
+        axes: Callable[[], WeakIdKeyDictionary],
+        padding: Callable[[], Padding],
     ) -> None:
         """Watch what is done with a batch from here on, if it is time to; ``axes``, ``padding``: see `Trace`."""
         self.end()
