@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import Any
 
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakIdKeyDictionary
 
 from dpexp.errors import UntoldError
-from dpexp.training.watching.lines import address_of
+from dpexp.training.watching.lines import ByMemory, address_of
 
 MISSING = object()
 
@@ -24,22 +22,18 @@ class Aliases:
 
     def __init__(self, facts: Sequence[WeakIdKeyDictionary]) -> None:
         self._facts = facts
-        # place -> what is known there; the storages are kept here from giving their numbers to others
-        self._there: dict[Hashable, list[tuple[WeakIdKeyDictionary, Any]]] = {}
-        self._storages: dict[int, StorageWeakRef] = {}
-        # those that nothing but values of the batch stands in
-        self._whole: set[int] = set()
+        # what is known of each part of it; and where nothing but values of the batch stands
+        self._parts, self._whole = ByMemory(), ByMemory()
 
     def add(self, tensor: Tensor, whole: bool = True) -> None:
         """Remember what is known of a tensor; ``whole``: whether all that lies there was made of the batch."""
         if not address_of(tensor):
             return
-        storage = StorageWeakRef(tensor.untyped_storage())
-        self._storages.setdefault(storage.cdata, storage)
         if whole and tensor._base is None:
-            self._whole.add(storage.cdata)
+            self._whole.setdefault(tensor, True)
         found = [(fact, fact.get(tensor, MISSING)) for fact in self._facts]
-        self._there[_place(tensor)] = [(fact, value) for fact, value in found if value is not MISSING]
+        parts = self._parts.setdefault(tensor, {})
+        parts[_part(tensor)] = [(fact, value) for fact, value in found if value is not MISSING]
 
     def adopt(self, tensor: Tensor) -> None:
         """Let a tensor of which nothing is known be what another one in its place is.
@@ -47,16 +41,15 @@ class Aliases:
         Raises:
             UntoldError: it is an unknown part of what was made of the batch.
         """
-        if not self._storages or not address_of(tensor):
+        if (parts := self._parts.get(tensor)) is None:
             return
-        for fact, value in self._there.get(_place(tensor), ()):
+        for fact, value in parts.get(_part(tensor), ()):
             fact[tensor] = value
-        if tensor.untyped_storage()._cdata in self._whole and _place(tensor) not in self._there:
+        if self._whole.get(tensor) and _part(tensor) not in parts:
             raise UntoldError(
                 "a tensor lies where values of the batch are, and no call of torch has put it there"
             )
 
 
-def _place(tensor: Tensor) -> Hashable:
-    storage = tensor.untyped_storage()._cdata
-    return storage, tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
+def _part(tensor: Tensor) -> Hashable:
+    return tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()

@@ -54,32 +54,52 @@ DIFFERENTIATING = (torch.autograd.grad, torch.autograd.backward, Tensor.backward
 PLAIN = (Tensor, nn.Parameter, Followed)
 
 
+class ByMemory:
+    """What is known of pieces of memory, by any tensor that lies there; nothing of one that has no place of its own."""
+
+    def __init__(self) -> None:
+        # as long as a storage is referred to here, no other one takes its number
+        self._known: dict[int, tuple[StorageWeakRef, Any]] = {}
+
+    def get(self, tensor: Any) -> Any:
+        """Return what is known; None if that is nothing."""
+        if not self._known or not address_of(tensor):
+            return None
+        return self._known.get(tensor.untyped_storage()._cdata, (None, None))[1]
+
+    def setdefault(self, tensor: Tensor, value: Any) -> Any:
+        """Return what is known, ``value`` from now on if that was nothing."""
+        if not address_of(tensor):
+            return value
+        storage = StorageWeakRef(tensor.untyped_storage())
+        return self._known.setdefault(storage.cdata, (storage, value))[1]
+
+    def join(self, other: ByMemory) -> None:
+        """Add what another one knows, and let go of memory that is gone."""
+        known = self._known | other._known
+        self._known = {place: held for place, held in known.items() if not held[0].expired()}
+
+
 class Marks(WeakIdKeyDictionary):
     """Tensors, and all that lies where one of them was written to: ``t.data`` and ``t.detach()`` are other tensors than ``t``."""
 
     def __init__(self) -> None:
         super().__init__()
-        # known for as long as it is referred to here: no other storage takes its number
-        self._storages: dict[int, StorageWeakRef] = {}
+        self._written = ByMemory()
 
     def mark_written(self, tensor: Tensor) -> None:
         """Add a tensor, and what shares its memory."""
         self[tensor] = None
-        if address_of(tensor):
-            storage = StorageWeakRef(tensor.untyped_storage())
-            self._storages[storage.cdata] = storage
+        self._written.setdefault(tensor, True)
 
     def join(self, other: Marks) -> None:
         """Add all of others, and let go of memory that is gone."""
         self.update(other)
-        storages = {**self._storages, **other._storages}
-        self._storages = {place: storage for place, storage in storages.items() if not storage.expired()}
+        self._written.join(other._written)
 
     def shares_memory(self, tensor: Any) -> bool:
         """Whether a tensor lies where another one was written to."""
-        if not self._storages or not isinstance(tensor, Tensor) or not address_of(tensor):
-            return False
-        return tensor.untyped_storage()._cdata in self._storages and not super().__contains__(tensor)
+        return self._written.get(tensor) is not None and not super().__contains__(tensor)
 
     def __contains__(self, tensor: Any) -> bool:
         return super().__contains__(tensor) or self.shares_memory(tensor)
@@ -187,8 +207,8 @@ def version_of(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def address_of(tensor: Tensor) -> int:
-    """Where a tensor begins; 0 where it has no place of its own."""
+def address_of(tensor: Any) -> int:
+    """Where a tensor begins; 0 where it has no place of its own, or is none."""
     return tensor.data_ptr() if type(tensor) in PLAIN and storage_of(tensor) else 0
 
 

@@ -11,12 +11,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from dpexp.clipping.tapping.dataflow import in_place
 from dpexp.errors import UntoldError
-from dpexp.training.watching.lines import PLAIN, Part, address_of, name_of
+from dpexp.training.watching.lines import ByMemory, Part, name_of
 
 # what was there before is not in what they write
 FILLING = {
@@ -97,13 +96,12 @@ class Memory:
         self.parts: dict[int, Part] = {}
         self.lengths: dict[int, int] = {}
         self.old: set[int] = set()
-        # storage -> what keeps its number from another one, the flat tensor's own number, and its kind
-        self._wholes: dict[int, tuple[StorageWeakRef, int, torch.dtype]] = {}
+        # of what was added, the number of the flat tensor, and its kind
+        self._wholes = ByMemory()
 
     def add(self, tensor: Tensor, number: int, old: bool) -> Tensor:
         """Return a copy of all the memory that a tensor lies in, ``[n]``; ``old``: whether earlier batches are in it."""
-        storage = StorageWeakRef(tensor.untyped_storage())
-        self._wholes[storage.cdata] = storage, number, tensor.dtype
+        self._wholes.setdefault(tensor, (number, tensor.dtype))
         with torch._C.DisableTorchFunction():
             flat = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
             flat = flat.set_(tensor.untyped_storage()).clone()
@@ -114,8 +112,7 @@ class Memory:
 
     def holds(self, tensor: Any) -> bool:
         """Whether a tensor lies in memory that was added."""
-        known = self._wholes and type(tensor) in PLAIN and address_of(tensor)
-        return bool(known) and tensor.untyped_storage()._cdata in self._wholes
+        return self._wholes.get(tensor) is not None
 
     def has_moved(self, tensor: Tensor, number: int) -> bool:
         """Whether the tensor with a number is another part of its memory by now."""
@@ -127,7 +124,7 @@ class Memory:
         Raises:
             UntoldError: it reads the memory as numbers of another type.
         """
-        _, whole, dtype = self._wholes[tensor.untyped_storage()._cdata]
+        whole, dtype = self._wholes.get(tensor)
         if dtype != tensor.dtype:
             raise UntoldError(f"memory that the loop writes to is read as {dtype} and as {tensor.dtype}")
         # it may have grown

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -17,6 +16,7 @@ from dpexp.clipping.tapping.dataflow import FEW, in_order
 from dpexp.errors import UntoldError
 from dpexp.training.watching.lines import (
     PLAIN,
+    ByMemory,
     Line,
     Marks,
     Number,
@@ -124,8 +124,8 @@ class Tape:
         self.table = ""
         self._count = self._bytes = 0
         self.memory = Memory()
-        # storage -> what keeps its number from another one, and the numbers of all that lies there
-        self._lying: dict[int, tuple[StorageWeakRef, set[int]]] = {}
+        # the numbers of all that lies in one place
+        self._lying = ByMemory()
 
     def line_of(self, func: Any, args: Any, kwargs: Any, given: list[Tensor]) -> Line:
         """A call and what it is given, which is held as it is now.
@@ -159,9 +159,9 @@ class Tape:
         bases = [tensor._base for tensor in written if tensor._base is not None]
         targets = {self.numbers[tensor] for tensor in (*written, *bases) if tensor in self.numbers}
         for tensor in written:
-            if address_of(tensor) and not self.memory.holds(tensor):
+            if not self.memory.holds(tensor):
                 # views that were made before, ``t.data``, ``t.detach()``
-                targets |= self._lying.get(tensor.untyped_storage()._cdata, (None, set[int]()))[1]
+                targets |= self._lying.get(tensor) or set()
         filled = self.memory.filled_by(func, args, kwargs, written, self._is_public)
         read = self.memory.read_by(func, args, kwargs, self._is_public)
         return Line(
@@ -183,7 +183,7 @@ class Tape:
             if tensor not in self.numbers:
                 self.numbers[tensor] = self._count = self._count + 1
             line.made.append(self.numbers[tensor])
-            self._lies_there(tensor)
+            self._lying.setdefault(tensor, set()).add(self.numbers[tensor])
             if not self.table and sum(size == self._examples for size in tensor.shape) > 1:
                 self.table = f" ({name_of(line.func)} makes a table {list(tensor.shape)})"
             if self.memory.has_moved(tensor, self.numbers[tensor]):
@@ -286,7 +286,7 @@ class Tape:
             self.numbers[tensor] = self._count = self._count + 1
             with torch._C.DisableTorchFunctionSubclass():
                 self.held[self._count] = tensor.detach()
-            self._lies_there(tensor)
+            self._lying.setdefault(tensor, set()).add(self._count)
             if tensor in self._known.rowed:
                 self._bytes += tensor.nbytes
                 self._place(self._count, tensor)
@@ -302,11 +302,6 @@ class Tape:
             else:
                 self.note_arrival(tensor)
         return self.numbers[tensor]
-
-    def _lies_there(self, tensor: Tensor) -> None:
-        if address_of(tensor):
-            storage = StorageWeakRef(tensor.untyped_storage())
-            self._lying.setdefault(storage.cdata, (storage, set()))[1].add(self.numbers[tensor])
 
     def _is_public(self, tensor: Tensor) -> bool:
         return tensor not in self._known.private and not self._known.is_old(tensor)
