@@ -25,7 +25,7 @@ from dpexp.clipping.groups import Group
 from dpexp.clipping.sharding import shards_of
 from dpexp.clipping.survey import layouts
 from dpexp.clipping.tapping.dataflow import FEW, Entered, tensors_in
-from dpexp.clipping.tapping.roots import Roots
+from dpexp.clipping.tapping.roots import Roots, nodes_behind
 from dpexp.errors import UserError
 
 ATTACHED = "_dpexp_clipper"
@@ -296,12 +296,7 @@ class OpacusBackend(Backend):
 
 def _picks_rows(root: Any) -> bool:
     """Whether rows of the batch, which stand in front, were picked, ordered or put together on the way to a node of autograd."""
-    seen, left = {None}, [root]
-    while left:
-        if (node := left.pop()) in seen:
-            continue
-        seen.add(node)
-        left += [before for before, _ in node.next_functions]
+    for node in nodes_behind([root]):
         if not node.name().startswith(_PICKING):
             continue
         if not hasattr(node, "_saved_indices"):

@@ -71,7 +71,7 @@ class Backwards:
             # of the graph, nothing is held but by what goes back
             leaves.clear()
             # what is computed again on the way back draws nothing either
-            with _folding(params, found), self._replay.silence(), self._replay.without_chance():
+            with _folding(params, found), self._replay.without_chance():
                 if tensors and params:
                     torch.autograd.grad(
                         tensors, list(params.values()), list(asked.values()), allow_unused=True

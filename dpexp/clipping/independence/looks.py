@@ -314,7 +314,6 @@ class Independence:
     def _look_at(self, replay: Replay, arrangement: Arrangement, places: Mapping[int, Places] | None) -> Look:
         replay.chance = Chance()
         # 16 bits round away what is looked for: as the user computes only where 32 bits do not run
-        replay.silence = self.silence
         for narrow in (False, True) if replay.autocast else (False,):
             replay.narrow = narrow
             look = Look(replay, arrangement, self.token, places=places)

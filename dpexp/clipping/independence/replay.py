@@ -12,7 +12,7 @@ import math
 import random
 import sys
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from copy import copy
 from typing import Any, ParamSpec, TypeVar, cast
 
@@ -88,8 +88,6 @@ class Replay:
         self.wide = False
         # whether the graph of a replay is kept, for a model that asks for gradients on its way
         self.keeps = False
-        # what is around a way back, in which checkpointed parts are computed again
-        self.silence: Callable[[], AbstractContextManager[None]] = nullcontext
         self.chance = Chance()
         # a forward without gradients that came before it, and may have left something for it
         self.earlier: Earlier | None = None
