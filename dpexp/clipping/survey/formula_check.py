@@ -9,9 +9,9 @@ What was computed in 16 bits is compared in float32, on copies: the rounding of 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping, Set
+from collections.abc import Callable, Hashable, Mapping, Set
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -31,6 +31,19 @@ LARGE = 1 << 24
 FAR = 2.0**13
 # of numbers whose products have squares that can be added up in 32 bits
 HUGE = 1e8
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """What a formula is compared on: what arrived at a use, which of so many ``rows`` of each example are whose, and the weights
+    ``[B]`` of the examples."""
+
+    use: Use
+    saved: tuple[Tensor, ...]
+    gy: Tensor
+    layout: layouts.Layout
+    rows: int
+    weights: Tensor
 
 
 class Formulas:
@@ -61,7 +74,8 @@ class Formulas:
             if id(use) not in uses:
                 return
             known = layout[id(use)]
-            if known != layouts.UNSEEN and formula_is_right(use, saved, gy, known, visit.rows, weights):
+            each = visit.rows // visit.num_examples
+            if known != layouts.UNSEEN and formula_is_right(Case(use, saved, gy, known, each, weights)):
                 self._right.add(_kind(use, known, visit.num_examples))
             else:
                 wrong.append(use)
@@ -80,31 +94,30 @@ def _kind(use: Use, layout: layouts.Layout, num_examples: int) -> Hashable:
     return use.place, alone, use.output_shape, use.batched, layout == layouts.SECOND
 
 
-def formula_is_right(
-    use: Use, saved: tuple[Tensor, ...], gy: Tensor, layout: layouts.Layout, rows: int, weights: Tensor
-) -> bool:
-    """Tell whether a formula's sum under ``weights``, ``[B]``, is autograd's own gradient of the weighted outputs.
+def formula_is_right(case: Case) -> bool:
+    """Tell whether a formula's sum under the weights is autograd's own gradient of the weighted outputs.
 
     Autograd makes the output once more. A large one of a linear layer, as that over a vocabulary, is made for a few examples at
     a time.
     """
+    use, gy, num = case.use, case.gy, len(case.weights)
     # each example goes back alone where something rounds
     if not all(
         _pulls_linearly(value) for value in use.values if value.graph is not None and not value.rounds
     ):
         return False
-    num = len(weights)
     few = max(1, LARGE * num // max(1, gy.nbytes))
-    if few >= num or not isinstance(use.formula, Linear) or layout not in (layouts.ROWS, layouts.BLOCKED):
-        return _agrees(use, saved, gy, layout, rows, weights)
+    if few >= num or not isinstance(use.formula, Linear) or case.layout not in layouts.IN_ORDER:
+        return _agrees(case)
     for start in range(0, num, few):
         examples = slice(start, min(start + few, num))
-        here = tuple(_part(s, examples, num) if b else s for s, b in zip(saved, use.batched, strict=True))
-        chosen = weights[examples]
+        saved = zip(case.saved, use.batched, strict=True)
+        here = tuple(_part(s, examples, num) if b else s for s, b in saved)
+        chosen = case.weights[examples]
         part = replace(
             use, absent=[(_cut(s, len(chosen), num, gy), dtype, device) for s, dtype, device in use.absent]
         )
-        if not _agrees(part, here, _part(gy, examples, num), layout, rows // num * len(chosen), chosen):
+        if not _agrees(replace(case, use=part, saved=here, gy=_part(gy, examples, num), weights=chosen)):
             return False
     return True
 
@@ -144,18 +157,19 @@ def _part(tensor: Tensor, examples: slice, num_examples: int) -> Tensor:
     return tensor[examples.start * of_each : examples.stop * of_each]
 
 
-def _agrees(
-    use: Use, saved: tuple[Tensor, ...], gy: Tensor, layout: layouts.Layout, rows: int, weights: Tensor
-) -> bool:
+def _agrees(case: Case) -> bool:
     # NaN hides a formula
-    given = tuple(finite(s) for s in (gy, *saved))
+    case = _with_numbers(case, finite)
     with suppress(OverflowError):
-        return _agrees_on(use, given[1:], given[0], layout, rows, weights)
+        return _agrees_on(case)
     # that tells nothing: which way an example takes must not go by whether somebody else is huge
-    given = tuple(map(_moderate, given))
     with suppress(OverflowError):
-        return _agrees_on(use, given[1:], given[0], layout, rows, weights)
+        return _agrees_on(_with_numbers(case, _moderate))
     return False
+
+
+def _with_numbers(case: Case, change: Callable[[Tensor], Tensor]) -> Case:
+    return replace(case, saved=tuple(map(change, case.saved)), gy=change(case.gy))
 
 
 def _moderate(tensor: Tensor) -> Tensor:
@@ -166,25 +180,22 @@ def _moderate(tensor: Tensor) -> Tensor:
     return tensor.masked_fill(huge, 0) if bool(huge.any()) else tensor
 
 
-def _agrees_on(
-    use: Use, saved: tuple[Tensor, ...], gy: Tensor, layout: layouts.Layout, rows: int, weights: Tensor
-) -> bool:
+def _agrees_on(case: Case) -> bool:
+    use, gy = case.use, case.gy
     # zeros agree with every formula (a gate that is closed at first): any other gradient tells as much
     if not bool(gy.any()):
         gy = torch.randn(gy.shape, generator=torch.Generator().manual_seed(gy.dim()), device="cpu").to(gy)
+        case = replace(case, gy=gy)
     low = use.autocast is not None or torch.finfo(gy.dtype).bits < 32
     # what is derived from parameters in 16 bits is pulled back in 16 bits
     rough = low and any(value.graph is not None for value in use.values)
-    given = [(use, saved, gy, low)]
+    given = [(case, low)]
     if low:
-        given.insert(0, (_widened(use), tuple(map(_wide, saved)), _wide(gy), rough))
-    for of_use, of_saved, of_gy, rounded in given:
+        given.insert(0, (replace(_with_numbers(case, _wide), use=_widened(use)), rough))
+    for each, rounded in given:
         try:
-            right = _compared(of_use, of_saved, of_gy, layout, rows, weights, rounded)
-            known = use.formula.label is not None
-            return right and (
-                known or _holds_elsewhere(of_use, of_saved, of_gy, layout, rows, weights, rounded)
-            )
+            right = _compared(each, rounded)
+            return right and (use.formula.label is not None or _holds_elsewhere(each, rounded))
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, ValueError, IndexError):
@@ -193,27 +204,20 @@ def _agrees_on(
     return False
 
 
-def _holds_elsewhere(
-    use: Use,
-    saved: tuple[Tensor, ...],
-    gy: Tensor,
-    layout: layouts.Layout,
-    rows: int,
-    weights: Tensor,
-    rough: bool,
-) -> bool:
+def _holds_elsewhere(case: Case, rough: bool) -> bool:
     """Tell whether a function of which nothing is known also agrees on other numbers, and where each row is another example's.
 
     Which of its tensors have the rows of examples is a guess by their shapes. A mask that hides nothing yet, ``[T, T]`` with as
     many positions as examples, looks right as one row for each example, until it hides something. And matrices for each head,
     ``[H, d, d]``, look right where all heads are those of one example.
     """
-    num, gy = len(weights), _other_numbers(gy, True, torch.Generator().manual_seed(gy.dim()))
+    use, num, layout = case.use, len(case.weights), case.layout
+    gy = _other_numbers(case.gy, True, torch.Generator().manual_seed(case.gy.dim()))
     if layout != layouts.SECOND:
         layout = layouts.Owned.of(torch.arange(len(gy), device=gy.device) % num, num)
     for of_any_sign in (True, False):
-        generator = torch.Generator().manual_seed(len(saved))
-        others = tuple(_other_numbers(s, of_any_sign, generator) for s in saved)
+        generator = torch.Generator().manual_seed(len(case.saved))
+        others = tuple(_other_numbers(s, of_any_sign, generator) for s in case.saved)
         try:
             found = use.plain_gradients(others, gy, set(use.names)).values()
         except torch.OutOfMemoryError:
@@ -222,7 +226,7 @@ def _holds_elsewhere(
             # numbers that the function does not take tell nothing
             continue
         if all(bool(g.isfinite().all()) for g in found):
-            return _compared(use, others, gy, layout, rows, weights, rough)
+            return _compared(replace(case, saved=others, gy=gy, layout=layout), rough)
     return True
 
 
@@ -260,22 +264,15 @@ def _wide(tensor: Tensor) -> Tensor:
     return tensor.to(wide(tensor.dtype)) if tensor.is_floating_point() else tensor
 
 
-def _compared(
-    use: Use,
-    saved: tuple[Tensor, ...],
-    gy: Tensor,
-    layout: layouts.Layout,
-    rows: int,
-    weights: Tensor,
-    rough: bool,
-) -> bool:
+def _compared(case: Case, rough: bool) -> bool:
     """Compare on these numbers; ``rough``: whether something on the way was rounded to 16 bits.
 
     Raises:
         OverflowError: they are too large.
     """
-    names, num = set(use.names), len(weights)
-    by_row = weights.repeat_interleave(rows // num)
+    use, saved, gy, layout, weights = case.use, case.saved, case.gy, case.layout, case.weights
+    names, num, rows = set(use.names), len(weights), len(weights) * case.rows
+    by_row = weights.repeat_interleave(case.rows)
     found = layouts.per_example(use, saved, gy, layout, rows, num, names)
     reference = use.plain_gradients(saved, layouts.weighted_rows(gy, layout, rows, by_row), names)
     tolerance = 0.05 if rough else 1e-3
