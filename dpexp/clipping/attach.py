@@ -27,10 +27,9 @@ from dpexp.clipping.opacus_engine import ATTACHED, OpacusBackend
 from dpexp.clipping.reports import Report, coverage_table
 from dpexp.clipping.rules import RULES, known_rule
 from dpexp.clipping.sharding import Shards
-from dpexp.clipping.tapping.dataflow import entered
+from dpexp.clipping.tapping.forwards import ForwardPass, entered
 from dpexp.clipping.tapping.roots import Roots
 from dpexp.clipping.tapping.sites import SITE
-from dpexp.clipping.tapping.uses import ForwardPass
 from dpexp.errors import UserError
 
 

@@ -18,11 +18,11 @@ from dpexp.clipping.groups import Group, trainable_parameters
 from dpexp.clipping.reports import CoverageRow
 from dpexp.clipping.sharding import Shards, shards_of
 from dpexp.clipping.survey.graph import Survey
-from dpexp.clipping.tapping.dataflow import Entered, inside_reentrant_checkpoint
+from dpexp.clipping.tapping.forwards import Entered, ForwardPass, inside_reentrant_checkpoint
+from dpexp.clipping.tapping.messages import REENTRANT
 from dpexp.clipping.tapping.roots import Roots
 from dpexp.clipping.tapping.sites import find_sites, install, uninstall
-from dpexp.clipping.tapping.taps import REENTRANT, Recorder, Visit
-from dpexp.clipping.tapping.uses import ForwardPass
+from dpexp.clipping.tapping.taps import Recorder, Visit
 from dpexp.errors import UserError
 
 

@@ -29,8 +29,9 @@ from dpexp.clipping.loop import LOOPED, loop_over_examples
 from dpexp.clipping.survey.graph import Survey
 from dpexp.clipping.survey.layouts import NOBODY, per_example
 from dpexp.clipping.survey.ownership import LATE
+from dpexp.clipping.tapping.forwards import ForwardPass
 from dpexp.clipping.tapping.taps import Visit
-from dpexp.clipping.tapping.uses import ForwardPass, Use
+from dpexp.clipping.tapping.uses import Use
 from dpexp.errors import LateError, UserError
 from dpexp.torch_versions import gradient_dtype
 

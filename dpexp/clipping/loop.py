@@ -7,8 +7,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from dpexp.clipping.tapping.forwards import ForwardPass
 from dpexp.clipping.tapping.taps import Visit
-from dpexp.clipping.tapping.uses import ForwardPass, Use
+from dpexp.clipping.tapping.uses import Use
 from dpexp.errors import UserError
 
 LOOPED = "one back-propagation per example"

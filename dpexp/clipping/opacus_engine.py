@@ -24,7 +24,8 @@ from dpexp.clipping.gradients import numerics
 from dpexp.clipping.groups import Group
 from dpexp.clipping.sharding import shards_of
 from dpexp.clipping.survey import layouts
-from dpexp.clipping.tapping.dataflow import FEW, Entered, tensors_in
+from dpexp.clipping.tapping.dataflow import FEW
+from dpexp.clipping.tapping.forwards import Entered, tensors_in
 from dpexp.clipping.tapping.roots import Roots, nodes_behind
 from dpexp.errors import UserError
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 from dpexp.clipping import Clipper, Report
+from dpexp.clipping.tapping.forwards import ForwardPass
 from dpexp.clipping.tapping.roots import Roots
-from dpexp.clipping.tapping.uses import ForwardPass
 from dpexp.errors import UserError
 from dpexp.pipeline.flat import FlatNorms
 from dpexp.pipeline.traffic import Traffic

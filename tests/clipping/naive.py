@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from dpexp.clipping.gradients import PerExampleGradient, merge
-from dpexp.clipping.tapping.dataflow import entered
+from dpexp.clipping.tapping.forwards import ForwardPass, entered
 from dpexp.clipping.tapping.roots import Roots
 from dpexp.clipping.tapping.sites import find_sites, install, uninstall
 from dpexp.clipping.tapping.taps import Recorder, Visit
-from dpexp.clipping.tapping.uses import Arrival, ForwardPass, Use
+from dpexp.clipping.tapping.uses import Arrival, Use
 
 LossFn = Callable[[Tensor, Tensor], Tensor]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from dpexp.clipping.tapping.dataflow import attributes_of, tensors_in
+from dpexp.clipping.tapping.forwards import attributes_of, tensors_in
 
 Inputs = tuple[tuple, dict]
 Change = Callable[[str, Any], Any]

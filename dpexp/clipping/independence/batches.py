@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from dpexp.clipping.independence.arguments import Inputs, changed, leaves
 from dpexp.clipping.independence.end_to_end import Bundle, Ends, bundled, ends_of
 from dpexp.clipping.survey.layouts import fixed_order
-from dpexp.clipping.tapping.dataflow import entered
+from dpexp.clipping.tapping.forwards import entered
 
 # of inputs whose batch dimension the shapes leave open
 READINGS = 12

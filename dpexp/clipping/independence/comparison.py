@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dpexp.clipping.independence.batches import Arrangement, Variant
 from dpexp.clipping.independence.end_to_end import Ends
-from dpexp.clipping.tapping.dataflow import tensors_in
+from dpexp.clipping.tapping.forwards import tensors_in
 
 # a dimension, and whether the rows of one example are apart there
 Places = set[tuple[int, bool]]

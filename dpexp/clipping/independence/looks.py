@@ -25,9 +25,9 @@ from dpexp.clipping.independence.comparison import Places, places_of, rows_of_on
 from dpexp.clipping.independence.look import Look
 from dpexp.clipping.independence.replay import Earlier, Replay, switches
 from dpexp.clipping.survey import layouts
-from dpexp.clipping.tapping.dataflow import tensors_in
+from dpexp.clipping.tapping.forwards import tensors_in
+from dpexp.clipping.tapping.node import BY_TAP
 from dpexp.clipping.tapping.roots import Roots
-from dpexp.clipping.tapping.taps import BY_TAP
 from dpexp.errors import UserError
 
 log = logging.getLogger(__name__)

@@ -29,7 +29,7 @@ from dpexp.clipping.independence.chance import Chance, WithoutChance
 from dpexp.clipping.independence.comparison import Places
 from dpexp.clipping.independence.state import State
 from dpexp.clipping.sharding import held_as_it_is, is_shard
-from dpexp.clipping.tapping.dataflow import tensors_in
+from dpexp.clipping.tapping.forwards import tensors_in
 from dpexp.clipping.tapping.roots import NodeKey, Roots, node_key
 
 P = ParamSpec("P")

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from dpexp.clipping.independence.arguments import Inputs
 from dpexp.clipping.independence.comparison import outputs, thin
 from dpexp.clipping.independence.replay import Replay, again
-from dpexp.clipping.tapping.dataflow import is_tensors
+from dpexp.clipping.tapping.forwards import is_tensors
 
 # number of an output that was a list
 LIST = -1

@@ -15,7 +15,7 @@ from dpexp.clipping.given import check_losses, unwritten
 from dpexp.clipping.groups import GroupsSpec
 from dpexp.clipping.reports import Report
 from dpexp.clipping.rules import CLIPPING, RULES, known_rule, none, shortened
-from dpexp.clipping.tapping.dataflow import entered
+from dpexp.clipping.tapping.forwards import entered
 from dpexp.clipping.tapping.roots import Roots
 from dpexp.errors import UserError, either
 

@@ -22,8 +22,9 @@ from dpexp.clipping.gradients.numerics import wide
 from dpexp.clipping.loop import finite
 from dpexp.clipping.operations.linear import Linear
 from dpexp.clipping.survey import layouts
+from dpexp.clipping.tapping.forwards import ForwardPass
 from dpexp.clipping.tapping.taps import Visit
-from dpexp.clipping.tapping.uses import ForwardPass, PullBack, Use, Value
+from dpexp.clipping.tapping.uses import PullBack, Use, Value
 
 # bytes of an output, or of a gradient, from which on the check spares memory: it must need no more than a step does
 LARGE = 1 << 24

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from dpexp.clipping.gradients.memory import give_back_freed_memory
 from dpexp.clipping.gradients.numerics import wide
 from dpexp.clipping.survey import layouts
+from dpexp.clipping.tapping.forwards import ForwardPass
 from dpexp.clipping.tapping.taps import Visit
-from dpexp.clipping.tapping.uses import ForwardPass, Use
+from dpexp.clipping.tapping.uses import Use
 
 Signature = tuple[Tensor, Tensor]
 # views of rows whose examples no shape tells: along all dimensions but the last, and along the last one

@@ -7,11 +7,9 @@ other (refused).
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Mapping
 from itertools import pairwise
-from types import FrameType, FunctionType, MethodType, ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +19,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from dpexp.clipping.compiling import cut
-from dpexp.clipping.refusals import STRIDED, refuse_lookup
-from dpexp.errors import UserError
+from dpexp.clipping.refusals import refuse_lookup
 
 # Operators that write to their first argument.
 WRITING = {
@@ -374,84 +371,3 @@ def in_place(func: Any, kwargs: Mapping[str, Any] | None = None) -> bool:
         return bool(schema.is_mutable)
     name = getattr(func, "__name__", "")
     return name in WRITING or (name[-1:] == "_" and name[-2:] != "__")
-
-
-def tensors_in(value: Any, depth: int = 2) -> list[Tensor]:
-    """The tensors among the arguments of a forward pass, also inside mappings, dataclasses and objects like a batch of graphs.
-
-    Args:
-        value: anything.
-        depth: how many objects deep to look.
-    """
-    found = []
-    for leaf in tree_leaves(value):
-        if isinstance(leaf, Tensor):
-            found.append(leaf)
-        elif isinstance(leaf, Mapping):
-            found += tensors_in(dict(leaf), depth)
-        elif depth:
-            found += tensors_in(list(attributes_of(leaf).values()), depth - 1)
-    return found
-
-
-def attributes_of(value: Any) -> dict[str, Any]:
-    """Return what an object holds, a dataclass or one of another class; nothing of numbers, functions and modules."""
-    if isinstance(
-        value, str | int | float | Tensor | nn.Module | type | FunctionType | MethodType | ModuleType
-    ):
-        return {}
-    slots = [vars(cls).get("__slots__", ()) for cls in type(value).__mro__]
-    names = [name for given in slots for name in ((given,) if isinstance(given, str) else given)]
-    return {name: getattr(value, name) for name in names if hasattr(value, name)} | dict(
-        getattr(value, "__dict__", {})
-    )
-
-
-class Entered(NamedTuple):
-    """What entered a forward pass, and where the size of the batch may stand.
-
-    Attributes:
-        tensors: among its arguments.
-        shapes: the lengths of lists of tensors, then the first two dimensions of every tensor that has any; one of these numbers
-            is the size of the batch.
-        first: the index of the first tensor among the shapes.
-    """
-
-    tensors: list[Tensor]
-    shapes: tuple[torch.Size, ...]
-    first: int
-
-    @property
-    def rows(self) -> int:
-        """How many rows enter, as far as shapes tell before the losses are there; 0 where they do not."""
-        return self.shapes[self.first][0] if self.first < len(self.shapes) else 0
-
-
-def entered(value: Any) -> Entered:
-    """Look at the arguments of a forward pass.
-
-    Raises:
-        UserError: nested tensors of the strided layout.
-    """
-    tensors = tensors_in(value)
-    if any(tensor.is_nested and tensor.layout == torch.strided for tensor in tensors):
-        raise UserError(STRIDED)
-    lists = [leaf for leaf in tree_leaves(value, is_leaf=is_tensors) if is_tensors(leaf)]
-    shapes = [tensor.shape[:2] for tensor in tensors if tensor.dim()]
-    lengths = [torch.Size([len(items)]) for items in lists]
-    return Entered(tensors, (*lengths, *shapes), len(lists) if shapes else 0)
-
-
-def is_tensors(value: Any) -> bool:
-    """Tell whether a value is a list of tensors."""
-    return isinstance(value, list) and bool(value) and all(isinstance(item, Tensor) for item in value)
-
-
-def inside_reentrant_checkpoint() -> bool:
-    """Whether the caller runs in the gradient-free first forward of reentrant activation checkpointing."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_name == "forward" and frame.f_globals.get("__name__") == "torch.utils.checkpoint":
-            return True
-        frame = frame.f_back
-    return False

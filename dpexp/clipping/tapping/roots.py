@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from dpexp.clipping.tapping.uses import ForwardPass
+from dpexp.clipping.tapping.forwards import ForwardPass
 from dpexp.errors import UserError
 
 # of an output in autograd's graph: the number of the node that made it, and its number there

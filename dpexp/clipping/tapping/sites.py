@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from dpexp.clipping.compiling import uncompiled
-from dpexp.clipping.tapping.dataflow import inside_reentrant_checkpoint
 from dpexp.clipping.tapping.following import Followed
+from dpexp.clipping.tapping.forwards import inside_reentrant_checkpoint
+from dpexp.clipping.tapping.messages import REENTRANT
 from dpexp.clipping.tapping.rewritten import REWRITTEN
-from dpexp.clipping.tapping.taps import REENTRANT, Recorder
+from dpexp.clipping.tapping.taps import Recorder
 from dpexp.errors import UserError
 
 SITE = "_dpexp_site"

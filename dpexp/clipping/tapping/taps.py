@@ -1,9 +1,8 @@
 """Taps: where the output gradient of an operation meets what the operation had been given.
 
 An operation on the batch runs with detached parameters, so ordinary autograd carries the gradient of its input and computes none
-of the parameters. Its output then passes through `Tap`, an identity whose backward hands the saved tensors and the output
-gradient to whoever visits the graph (`Visit`). Nothing is stored on parameters or modules. What is saved goes through
-``save_for_backward`` and is read once, which is what activation checkpointing, saved-tensor hooks and version counters ask for.
+of the parameters. Its output then passes through an identity (`node.Tap`) whose backward hands the saved tensors and the output
+gradient to whoever visits the graph (`Visit`). Nothing is stored on parameters or modules.
 """
 
 from __future__ import annotations
@@ -22,48 +21,20 @@ from torch.autograd.graph import GradientEdge
 from torch.utils.checkpoint import CheckpointError
 
 from dpexp.clipping.sharding import Shards
-from dpexp.clipping.tapping.dataflow import DataFlow, Entered, tensors_in
+from dpexp.clipping.tapping.dataflow import DataFlow
 from dpexp.clipping.tapping.donation import donating, used_again
+from dpexp.clipping.tapping.forwards import Entered, ForwardPass, tensors_in
+from dpexp.clipping.tapping.messages import (
+    EARLIER,
+    NESTED,
+    OTHERWISE,
+    OUTSIDE,
+    TORCH_SAYS,
+)
+from dpexp.clipping.tapping.node import BY_TAP, Tap
 from dpexp.clipping.tapping.roots import NodeKey, Roots, node_key
-from dpexp.clipping.tapping.uses import PLAIN, ForwardPass, Template, Use
+from dpexp.clipping.tapping.uses import Template, Use
 from dpexp.errors import LateError, UserError
-
-REENTRANT = (
-    "reentrant activation checkpointing cannot be clipped: pass use_reentrant=False "
-    "(transformers: gradient_checkpointing_kwargs={'use_reentrant': False})"
-)
-OUTSIDE = (
-    "was computed outside of the model's forward, while gradients were (reversible layers as Reformer's, adjoint "
-    "solvers as odeint_adjoint, reentrant checkpointing), and no clipper sees whose gradient that is: let the model keep its "
-    "activations (odeint), or checkpoint with use_reentrant=False"
-)
-SELECTIVE = (
-    "selective activation checkpointing keeps what it saved for a single back-propagation, and a clipper needs several to prove "
-    "what it does: leave context_fn=create_selective_checkpoint_contexts(…) out, so that checkpoint() computes all of it again"
-)
-NESTED = (
-    "was reached by a back-propagation inside of the one that clips (a hook or a backward of the model's own that asks "
-    "autograd for gradients: the solver of a fixed point), and no clipper sees what is made of it: give the inner function "
-    "detached parameters (torch.func.functional_call(module, {name: p.detach() for name, p in module.named_parameters()}, z)), "
-    "or back-propagate through the last iterations instead"
-)
-SPENT = (
-    "these losses, or others of the same forward, were back-propagated before, and what their graph held is freed: add the "
-    "losses of each example, and call backward once for each forward"
-)
-EARLIER = (
-    "these losses come from a forward of an earlier batch (outputs that were kept), whose examples would count twice: compute "
-    "the losses of each batch from forwards that begin after it was taken"
-)
-TORCH_SAYS = {
-    "Checkpointing is not compatible": REENTRANT,
-    "selective activation checkpoint": SELECTIVE,
-    "Trying to backward through the graph a second time": SPENT,
-}
-OVERWRITTEN = (
-    "was given a tensor that the model writes to later on. Ordinary autograd, which may need less of it, carries the gradient "
-    "from now on: run this step again"
-)
 
 OnUse = Callable[[ForwardPass, Use, tuple[Tensor, ...], Tensor], None]
 
@@ -364,10 +335,7 @@ class Visit:
                 if said in str(error):
                     raise UserError(meant) from error
             if isinstance(error, CheckpointError):
-                raise LateError(
-                    "a checkpointed part of the model computed something else when it was computed again (a layer that is used "
-                    "on constants and on the batch, in the first step): run this step again, or use engine='loop'"
-                ) from error
+                raise LateError(OTHERWISE) from error
             raise
         finally:
             self.recorder.visiting, self._on_use = None, None
@@ -409,65 +377,3 @@ class Visit:
         waiting = [p for p in self.recorder.watched if p.returned.isdisjoint(self.returned)]
         self.recorder.watched = deque(waiting, self.recorder.watched.maxlen)
         return moved
-
-
-class Tap(torch.autograd.Function):
-    """Identity in forward; in backward the running visit sees the use, its saved tensors and the output gradient."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, y: Tensor, anchor: Tensor, recorder: Recorder, owner: Any, use: Use, *saved: Tensor
-    ) -> Tensor:
-        ctx.recorder, ctx.owner, ctx.use, ctx.num_saved = recorder, owner, use, len(saved)
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*saved)
-        if y._is_view():
-            # marking a view dirty would make autograd copy the whole gradient of its base
-            return y.view_as(y)
-        # an in-place identity: later in-place operations on the output stay legal
-        ctx.mark_dirty(y)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, gy: Tensor | None) -> Any:
-        saved = _saved(ctx)
-        visit = ctx.recorder.visiting
-        if visit is None:
-            if not torch.is_grad_enabled() and not ctx.recorder.asked():
-                # of an input, of a generator in front of the model: the gradient passes by
-                return (gy,) + (None,) * (4 + ctx.num_saved)
-            if torch.is_grad_enabled():
-                raise UserError(
-                    "a loss that contains a gradient (create_graph=True: a gradient penalty, forces, an equation's residual) "
-                    "cannot be clipped: the derivative of a gradient passes no tap. Let the model's forward compute it by "
-                    "torch.func, which is clipped exactly: torch.func.grad(lambda x: self.net(x).sum())(x). (In a loop it is "
-                    "clipped too, and not looked at for examples that meet)"
-                )
-            raise RuntimeError(
-                "loss.backward() reached a model with a clipper attached: call engine.step(losses) of the PrivacyEngine, or "
-                "clipper.backward(losses), with one loss per example; engine.close() or clipper.detach() ends clipping "
-                "(a copy that was made before stays clipped: load its state_dict() into a plain model). "
-                "Gradients of other tensors are free: torch.autograd.grad(loss, inputs), loss.backward(inputs=[…])"
-            )
-        if gy is not None:
-            visit.arrive(ctx.owner, ctx.use, saved, gy)
-        return (gy,) + (None,) * (4 + ctx.num_saved)
-
-
-def _saved(ctx: Any) -> tuple[Tensor, ...]:
-    """What a tap has saved. Of a function of which nothing is known, that is every tensor that it was given.
-
-    Raises:
-        LateError: the model has written to one of these.
-    """
-    try:
-        return cast(tuple[Tensor, ...], ctx.saved_tensors)
-    except RuntimeError as error:
-        if ctx.use.formula.label is not None or "inplace operation" not in str(error):
-            raise
-        ctx.recorder.roles[ctx.use.place[0]] = PLAIN
-        raise LateError(f"{ctx.use.owner} ({ctx.use.label}) {OVERWRITTEN}") from error
-
-
-# of the nodes of a graph, those that a tap has put there
-BY_TAP: Any = Tap._backward_cls

@@ -11,18 +11,7 @@ from torch import Tensor, nn
 
 from dpexp.clipping.gradients import Grouped, Outer, PerExampleGradient, Pulled, merge, numerics
 from dpexp.clipping.gradients.numerics import by_example
-from dpexp.clipping.tapping.dataflow import NONE, SHARED_ROWS, Sizes, by_torch_names
-
-# Roles of an operation on followed values. USE is followed by a digit for every other tensor: 1 for one of the batch.
-USE = "use"
-# a function of parameters; copies of a value, one for each row of the batch, are a use all the same
-DERIVE = "derive"
-# a function of parameters, also where its result looks like one row for each example
-SHARED = "shared"
-# now one, now the other, in places that have the same name
-NATIVE = "native"
-# left to ordinary autograd
-PLAIN = "plain"
+from dpexp.clipping.tapping.dataflow import SHARED_ROWS, Sizes, by_torch_names
 
 
 class Slot(int):
@@ -344,59 +333,6 @@ class Use:
         """Return the autocast state in which the operation ran."""
         device, dtype = self.autocast or ("cpu", torch.bfloat16)
         return torch.autocast(device, dtype=dtype, enabled=self.autocast is not None)
-
-
-@dataclass(eq=False)
-class ForwardPass:
-    """One forward through the model. Taps and uses belong to it, not to the clipper: several may be alive at once.
-
-    Attributes:
-        shapes: what may be the batch, see `dataflow.entered`.
-        batch: the index of what probably is.
-        uses: in the order of the forward.
-        roles: what was decided of each operation on a parameter, where this pass was watched; see `following`.
-        consumed: whether a backward pass has arrived here.
-        earlier: whether it is of an earlier batch.
-        begun, ended: how many nodes autograd had made before and after it.
-        returned: the `node_key` of each output that was computed from rows of examples, where this pass was watched.
-        picked: the sizes of the dimensions along which it picked, of what has a gradient, where this pass was watched.
-    """
-
-    shapes: tuple[torch.Size, ...] = ()
-    batch: int = 0
-    uses: list[Use] = field(default_factory=list)
-    roles: dict[str, str] = field(default_factory=dict)
-    ordinals: dict[str, int] = field(default_factory=dict)
-    consumed: bool = False
-    earlier: bool = False
-    begun: int = 0
-    ended: int = 0
-    returned: set[tuple[int, int]] = field(default_factory=set)
-    picked: Sizes = NONE
-
-    @property
-    def rows(self) -> int | None:
-        """Rows of the batch, as far as the shapes tell."""
-        return self.shapes[self.batch][0] if self.shapes else None
-
-    def may_have(self, rows: int) -> bool:
-        """Tell whether a batch of so many rows may have entered here, and not several of each example, or nodes of graphs."""
-        return not self.shapes or any(rows in shape for shape in self.shapes)
-
-    def has_in_front(self, rows: int) -> bool:
-        """Tell whether something of so many rows has entered, and not only by chance of so many features."""
-        return not self.shapes or any(shape[0] == rows for shape in self.shapes)
-
-    def mistook(self, rows: int) -> bool:
-        """Tell whether the batch, of so many rows, is another input than was taken for it."""
-        # where there is none, it is the second dimension of an input
-        return bool(self.shapes) and self.rows != rows and self.has_in_front(rows)
-
-    def is_ragged(self, first: int, rows: int) -> bool:
-        """Tell whether ``first`` rows may have entered end to end: texts of any length, or graphs."""
-        return any(
-            shape[0] > rows and first % shape[0] == 0 and first // shape[0] % rows for shape in self.shapes
-        )
 
 
 @dataclass(eq=False, slots=True)

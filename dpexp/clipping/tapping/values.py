@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dpexp.clipping.tapping.dataflow import NONE, Sizes, in_order
+from dpexp.clipping.tapping.forwards import PICKED
 from dpexp.clipping.tapping.roots import has_16_bits, nodes_behind
 from dpexp.clipping.tapping.taps import Recorder
 from dpexp.clipping.tapping.uses import Value
@@ -19,8 +20,6 @@ from dpexp.clipping.tapping.uses import Value
 Origin = tuple[bool | None, bool, Sizes]
 OF_PARAMETERS: Origin = (False, False, NONE)
 LONGEST_KEY = 200
-# beside the roles of operations
-PICKED = "picked"
 
 
 @dataclass(eq=False, slots=True)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from dpexp.clipping.tapping.dataflow import attributes_of, tensors_in
+from dpexp.clipping.tapping.forwards import attributes_of, tensors_in
 
 # largest difference of numbers that are taken to be equal, relative to the largest of them
 ROUNDING = 1e-4

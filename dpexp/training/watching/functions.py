@@ -18,7 +18,7 @@ from dpexp.clipping.independence.look import Look
 from dpexp.clipping.independence.padding import ROW_NUMBERS
 from dpexp.clipping.independence.replay import Replay
 from dpexp.clipping.survey.layouts import due
-from dpexp.clipping.tapping.dataflow import tensors_in
+from dpexp.clipping.tapping.forwards import tensors_in
 from dpexp.errors import UserError
 from dpexp.tasks.base import Task
 from dpexp.training.watching.collating import refuse_company, refuse_mixing

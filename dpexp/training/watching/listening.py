@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from dpexp.clipping.tapping.dataflow import tensors_in
+from dpexp.clipping.tapping.forwards import tensors_in
 
 # methods of a process group that write to their first argument what ranks add up or gather. What one of them tells the others
 # is refused in its own losses

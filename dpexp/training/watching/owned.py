@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from dpexp.clipping.tapping.node import BY_TAP
 from dpexp.clipping.tapping.roots import nodes_behind
-from dpexp.clipping.tapping.taps import BY_TAP
 from dpexp.errors import UserError
 from dpexp.training.watching.guards import TOUCHED
 from dpexp.training.watching.lines import PLAIN, name_of, storage_of

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from dpexp.clipping.tapping.dataflow import tensors_in
+from dpexp.clipping.tapping.forwards import tensors_in
 from dpexp.errors import UntoldError, UserError, without_data
 from dpexp.training.watching.aliases import Aliases
 from dpexp.training.watching.lines import (
