@@ -297,7 +297,7 @@ class PerExampleGradient(ABC):
             norms = self._settled_rows(rows, examples, magnitudes)
             factors, keep = factors_of(norms, examples)
             rows = rows if keep is None else numerics.zero_examples(rows, keep)
-            total = self._accumulate(rows, factors, total)
+            total = numerics.accumulate(rows, factors, total)
             found.append(norms)
         assert total is not None
         return found[0] if len(found) == 1 else torch.cat(found), total
@@ -382,17 +382,6 @@ class PerExampleGradient(ABC):
             stop = min(start + size, self.num_examples)
             out = self.scratch.take((stop - start, *self.shape), self.dtype, self.device)
             yield self._gradients(start, stop, method, out), slice(start, stop)
-
-    @staticmethod
-    def _accumulate(rows: Tensor, factors: Tensor, total: Tensor | None) -> Tensor:
-        """``total + sum_i factors[i] * rows[i]`` over the examples of a chunk, in place where there is a total already."""
-        factors = factors.to(rows.dtype)
-        if rows.shape[0] == 1:
-            return rows[0] * factors[0] if total is None else total.addcmul_(rows[0], factors[0])
-        if total is None:
-            return numerics.combine(rows, factors)
-        total.view(-1).addmv_(rows.view(rows.shape[0], total.numel()).t(), factors)
-        return total
 
 
 @dataclass(eq=False)

@@ -217,6 +217,17 @@ def combine(rows: Tensor, factors: Tensor) -> Tensor:
     return torch.mv(matrix.t(), factors.to(rows.dtype)).view(rows.shape[1:])
 
 
+def accumulate(rows: Tensor, factors: Tensor, total: Tensor | None) -> Tensor:
+    """``total`` and what `combine` gives for a chunk of the examples, in place where there is a total already."""
+    factors = factors.to(rows.dtype)
+    if rows.shape[0] == 1:
+        return rows[0] * factors[0] if total is None else total.addcmul_(rows[0], factors[0])
+    if total is None:
+        return combine(rows, factors)
+    total.view(-1).addmv_(rows.view(rows.shape[0], total.numel()).t(), factors)
+    return total
+
+
 def add_to(out: Tensor | None, value: Tensor) -> Tensor:
     """``out += value`` in place, or ``value`` itself where there is nothing to add to."""
     return value if out is None else out.add_(value)

@@ -81,7 +81,7 @@ class Pulled(PerExampleGradient):
         if self.rounds:
             total = None
             for rows, examples in self._chunks(self.resolve("instantiate")):
-                total = self._accumulate(rows, factors[examples], total)
+                total = numerics.accumulate(rows, factors[examples], total)
             assert total is not None
             return numerics.add_to(out, total)
         total = self.pull(self.inner.weighted_sum(factors).to(self.dtype).unsqueeze(0))

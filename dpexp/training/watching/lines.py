@@ -14,31 +14,19 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
+from dpexp.clipping.tapping.dataflow import BLANK, KINDS
 from dpexp.clipping.tapping.following import Followed
 
 # relative difference of numbers that are one, inverted or not
 SAME = 1e-9
 # what they return tells the shape of their first argument, and none of its values
-SHAPES = {
-    "zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "randint_like",
-    "new_zeros", "new_ones", "new_empty", "new_full", "new_tensor",
-}  # fmt: skip
+SHAPES = BLANK | {"randint_like", "new_tensor"}
 # and these return no tensor
 READING_SHAPES = {
-    "__len__",
-    "__get__",
-    "dim",
-    "size",
-    "numel",
-    "stride",
-    "is_floating_point",
-    "get_device",
-    "__hash__",
-}
+    "__len__", "__get__", "dim", "size", "numel", "stride", "is_floating_point", "get_device", "__hash__",
+}  # fmt: skip
 # norms that keep means of what goes through them
 RUNNING = {"batch_norm", "instance_norm"}
-# what they return holds values of their first argument alone, and may be that argument itself
-LIKE = {"to", "type_as", "expand_as", "view_as", "reshape_as"}
 # what rows belong to is told, and those of each are added up
 ADDING = {"index_add", "scatter_add", "scatter_reduce", "index_reduce"}
 # from here on what the loop does is not written down: it goes by numbers of Python
@@ -188,8 +176,7 @@ def name_of(func: Any) -> str:
 
 def values_of(func: Any, given: list[Tensor]) -> list[Tensor]:
     """The arguments of a function whose values are in what it returns."""
-    name = name_of(func)
-    return given[1:] if name in SHAPES else given[:1] if name in LIKE else given
+    return given[1:] if name_of(func) in SHAPES else given[:1] if func in KINDS else given
 
 
 def running(func: Any, args: Any, kwargs: Any, given: list[Tensor]) -> list[Tensor]:

@@ -183,10 +183,7 @@ class Redone:
 
     def _lonely(self) -> list[int]:
         """Examples that are looked at among copies of themselves, where all stand in the order of the batch."""
-        stays = all(
-            (~changed).nonzero().flatten().tolist() == sorted(half)
-            for changed, half in zip(self._changed, self._halves, strict=True)
-        )
+        stays = all(self._rows_left(number) == sorted(half) for number, half in enumerate(self._halves))
         return [half[0] for half in self._halves] if stays and not self._unplaced else []
 
     def _lost(self, number: int, kept: Sequence[int] | None = None) -> tuple[list[Tensor], bool]:
