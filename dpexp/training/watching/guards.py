@@ -1,7 +1,5 @@
 """What keeps a person's own loop from moving weights by gradients without noise, or from spoiling a sum half-way."""
 
-import inspect
-import math
 import threading
 import warnings
 from collections.abc import Container, Generator, Iterator, Sequence
@@ -9,12 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from dpexp.clipping.independence.comparison import held_in, same_buffer
-from dpexp.clipping.sharding import parts_of
 from dpexp.errors import UserError
+from dpexp.training.watching.misfits import FLOATS, moved_by, refuse_misfits
 
 TOUCHED = (
     "the gradient of {name} {what} in the middle of a batch: leave out zero_grad(), loss.backward(), clip_grad_norm_() and a "
@@ -79,7 +76,7 @@ class GuardedOptimizer:
         self._open = False
         self._epoch = getattr(scheduler, "last_epoch", None)
         self._own = [p for p in model.parameters() if p.requires_grad]
-        self._moved = _moved(optimizer)
+        self._moved = moved_by(optimizer)
         own = {id(p) for p in self._own}
         self._frozen = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in own]
         # parameters of others that batches go through, see `LossWatch`
@@ -102,7 +99,7 @@ class GuardedOptimizer:
 
     def check(self) -> None:
         """Raise `UserError` where the loop has moved the learning rate too, or given the optimizer more to move."""
-        if _moved(self.optimizer) != self._moved:
+        if moved_by(self.optimizer) != self._moved:
             raise UserError(
                 "the optimizer holds other parameters than when the engine was made (add_param_group?): it would move them by "
                 "gradients without noise. Put all that trains into the model and the optimizer before PrivacyEngine(...)"
@@ -340,86 +337,6 @@ class SeedGuard:
                 )
 
 
-# that may hold NaN, and can be asked whether they do
-FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-
-
-def _moved(optimizer: torch.optim.Optimizer) -> set[int]:
-    """Which parameters an optimizer moves."""
-    return {id(p) for group in optimizer.param_groups for p in group["params"]}
-
-
 def _rates(groups: Sequence[dict[str, Any]]) -> str:
     """The learning rates that an optimizer was made with, before a scheduler moved them."""
     return ", ".join(f"{float(group.get('initial_lr', group['lr'])):g}" for group in groups if "lr" in group)
-
-
-def _finite(parameter: nn.Parameter) -> bool:
-    """Whether what this process holds of a parameter is numbers."""
-    local = getattr(parameter, "to_local", lambda: parameter)()
-    return local.is_meta or bool(local.isfinite().all())
-
-
-def refuse_misfits(optimizer: torch.optim.Optimizer, scheduler: Any, model: nn.Module) -> None:
-    """Refuse an optimiser of other parameters than the trained ones, and what cannot work on a noisy gradient alone."""
-    if isinstance(model, nn.DataParallel):
-        raise UserError(
-            "the model is wrapped in DataParallel: give the plain module, and start a process for each GPU with torchrun"
-        )
-    # before there is a folder, which the same run with another model would have to leave
-    parts_of(model)
-    trained = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
-    moved = _moved(optimizer)
-    if not trained:
-        raise UserError("no parameter of the model is trainable (requires_grad): there is nothing to train")
-    if missing := [name for number, name in trained.items() if number not in moved]:
-        raise UserError(
-            f"{missing[0]} is trainable, and not in the optimizer ({len(missing)} such parameters): its share of the noise would "
-            "be paid for nothing. Give it to the optimizer, or freeze it with requires_grad_(False)"
-        )
-    if broken := [name for name, p in model.named_parameters() if p.dtype in FLOATS and not _finite(p)]:
-        raise UserError(
-            f"{len(broken)} tensors of the model hold NaN or infinity, {broken[0]} for one: nothing can be learnt from "
-            "there, and every step would be charged. Load its weights again"
-        )
-    if odd := [group["lr"] for group in optimizer.param_groups if not math.isfinite(group.get("lr", 0.0))]:
-        raise UserError(
-            f"the optimizer has a learning rate of {float(odd[0])}: one step with it would spoil the weights"
-        )
-    frozen = {id(p) for p in model.parameters() if not p.requires_grad}
-    if moved - set(trained) - frozen:
-        raise UserError(
-            "the optimizer holds parameters that are not in the model: make one module of all that trains, and an optimizer of "
-            "module.parameters()"
-        )
-    if any(c.__name__ == "ZeroRedundancyOptimizer" for c in type(optimizer).__mro__):
-        raise UserError(
-            "ZeroRedundancyOptimizer keeps a part of its states on each rank, and no checkpoint would hold them: give the "
-            "optimizer itself; for memory, shard the model with torch.distributed.fsdp.fully_shard"
-        )
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    if hasattr(optimizer, "first_step") or (closure is not None and closure.default is closure.empty):
-        raise UserError(
-            f"{type(optimizer).__name__} asks for gradients of its own within a step (a closure, as of LBFGS and of "
-            "sharpness-aware minimisation), which would be released without noise or a charge: choose SGD, Adam or the like"
-        )
-    if isinstance(scheduler, ReduceLROnPlateau):
-        raise UserError(
-            "ReduceLROnPlateau needs a metric: step it yourself with one on public data, and leave out scheduler="
-        )
-    if scheduler is not None and not callable(getattr(scheduler, "step", None)):
-        raise UserError(
-            f"scheduler={scheduler!r} is none: give one of torch.optim.lr_scheduler, made of the optimizer"
-        )
-    if scheduler is not None and not (
-        hasattr(scheduler, "state_dict") and hasattr(scheduler, "load_state_dict")
-    ):
-        raise UserError(
-            f"{type(scheduler).__name__} has no state_dict() and load_state_dict(state), and a run that goes on could not put it "
-            "back: write both, or leave out scheduler= and compute the learning rate from engine.steps_taken"
-        )
-    groups = getattr(getattr(scheduler, "optimizer", None), "param_groups", optimizer.param_groups)
-    if groups is not optimizer.param_groups:
-        raise UserError(
-            "the scheduler moves the learning rate of another optimizer than the one given here: make it of this one"
-        )
