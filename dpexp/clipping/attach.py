@@ -17,7 +17,7 @@ from dpexp.clipping.backend import Backend, TapBackend
 from dpexp.clipping.backward import Factors
 from dpexp.clipping.base import AnyClipper
 from dpexp.clipping.choice import known_mode
-from dpexp.clipping.compiling import cut
+from dpexp.clipping.compiling import uncompiled
 from dpexp.clipping.deferred import Measured
 from dpexp.clipping.distributed import Sums
 from dpexp.clipping.engines import engine_named
@@ -120,7 +120,7 @@ class Clipper(AnyClipper):
         check_losses(losses)
         return self.backward_from(Roots.of_losses(losses, loss_scale), clip_scale, loss_scale=loss_scale)
 
-    @cut
+    @uncompiled
     def backward_from(
         self, roots: Roots, clip_scale: Tensor | None = None, *, loss_scale: float = 1.0
     ) -> Report:
@@ -176,7 +176,7 @@ class Clipper(AnyClipper):
         curious = self._independence.due or self._backend.curious(roots)
         return self._shards.backward(self._shards.together(curious, roots.num_examples, self.setting))
 
-    @cut
+    @uncompiled
     def measure(
         self,
         roots: Roots,
@@ -320,7 +320,7 @@ class Clipper(AnyClipper):
     def may_begin_again(self) -> None:
         self._backend.may_begin_again()
 
-    @cut
+    @uncompiled
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         given = entered((args, kwargs))
         looking = self._independence.looking
@@ -336,7 +336,7 @@ class Clipper(AnyClipper):
                 self._independence.pass_by(args, kwargs, given.rows)
         self._backend.enter(given, looking)
 
-    @cut
+    @uncompiled
     def _leave(self, module: nn.Module, args: tuple, output: Any) -> None:
         super()._leave(module, args, output)
         self._backend.leave(output, self._independence.looking)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpexp.clipping.compiling import cut, tell_compiler
+from dpexp.clipping.compiling import tell_compiler, uncompiled
 from dpexp.clipping.given import check_same_parameters, check_thresholds, initial_thresholds
 from dpexp.clipping.groups import Group, GroupsSpec, build_groups, trainable_parameters
 from dpexp.clipping.independence import Independence
@@ -177,7 +177,7 @@ class AnyClipper(ABC):
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         """The model's forward begins."""
 
-    @cut
+    @uncompiled
     def _leave(self, module: nn.Module, args: tuple, output: Any) -> None:
         """The model's forward has ended."""
         # one without gradients was not begun, and may run within one that was, or beside it in another thread

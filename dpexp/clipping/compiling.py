@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import torch
 
-T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 CUT = (
     "a clipper is attached, which records in Python: leave fullgraph=True out, and the graph is cut where parameters are used. "
@@ -24,32 +24,17 @@ def tell_compiler() -> None:
         _untold.pop()()
 
 
-class _Cut:
-    """A method, until its class has its name."""
-
-    def __init__(self, method: Callable[..., Any]):
-        self.method = method
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        setattr(owner, name, self.method)
-        _untold.append(lambda: setattr(owner, name, torch.compiler.disable(self.method, reason=CUT)))
-
-
-def cut(method: F) -> F:
-    """Have a compiler cut its graph at a method."""
-    return cast(F, _Cut(method))
-
-
-def uncompiled(function: Callable[..., T]) -> Callable[..., T]:
-    """Have a compiler cut its graph at a function, without a price where nothing is compiled."""
-    place = function
+def uncompiled(function: F) -> F:
+    """Have a compiler cut its graph at a function, or a method, without a price where nothing is compiled."""
+    place: Callable[..., Any] = function
 
     def tell() -> None:
         nonlocal place
         place = torch.compiler.disable(function, reason=CUT)
 
-    def either(*args: Any, **kwargs: Any) -> T:
+    @functools.wraps(function)
+    def either(*args: Any, **kwargs: Any) -> Any:
         return (place if torch.compiler.is_dynamo_compiling() else function)(*args, **kwargs)
 
     _untold.append(tell)
-    return either
+    return cast(F, either)

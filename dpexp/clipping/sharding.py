@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._composable.contract import _get_registry
 
-from dpexp.clipping.compiling import cut
+from dpexp.clipping.compiling import uncompiled
 from dpexp.errors import UserError
 from dpexp.parallel.ranks import said_who_is_gone
 from dpexp.torch_versions import check_fully_shard
@@ -177,7 +177,7 @@ class Shards:
         theirs = any(whole.untyped_storage().data_ptr() == memory for whole in self.wholes())
         return tensor.detach().clone() if theirs else tensor
 
-    @cut
+    @uncompiled
     def _enters(self, number: int, module: Any, _: Any) -> None:
         """Write down that a module is gathered for its forward."""
         if any(group.is_sharded for group in module._get_fsdp_state()._fsdp_param_groups):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from dpexp.clipping.base import SCALES, AnyClipper
-from dpexp.clipping.compiling import cut
+from dpexp.clipping.compiling import uncompiled
 from dpexp.clipping.distributed import Sums, deliver
 from dpexp.clipping.given import check_losses, unwritten
 from dpexp.clipping.groups import GroupsSpec
@@ -88,7 +88,7 @@ class WatchedClipper(AnyClipper):
                 sums |= {name: shortened(vectors[name], factor) for name in group.params if name in vectors}
         return (squares.sqrt() if finite else torch.full_like(squares, torch.nan))[:, None], sums
 
-    @cut
+    @uncompiled
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         if torch.is_grad_enabled() and not self._independence.looking:
             rows = entered((args, kwargs)).rows

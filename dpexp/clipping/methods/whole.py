@@ -24,7 +24,7 @@ from dpexp.clipping.attach import Clipper
 from dpexp.clipping.backend import TapBackend
 from dpexp.clipping.backward import Step, examined
 from dpexp.clipping.base import SCALES, Rows
-from dpexp.clipping.compiling import cut
+from dpexp.clipping.compiling import uncompiled
 from dpexp.clipping.distributed import Sums
 from dpexp.clipping.gradients import merge, numerics
 from dpexp.clipping.groups import Group
@@ -109,7 +109,7 @@ class VectorClipper(Clipper):
     def _summed(self) -> dict[str, nn.Parameter]:
         return self.params | self.method.extra()
 
-    @cut
+    @uncompiled
     def rows(self, losses: Tensor) -> Rows:
         """Return the per-example gradients behind losses."""
         roots = Roots.of_losses(losses)

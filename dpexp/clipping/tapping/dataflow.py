@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from dpexp.clipping.compiling import cut
+from dpexp.clipping.compiling import uncompiled
 from dpexp.clipping.refusals import refuse_lookup
 
 # Operators that write to their first argument.
@@ -131,7 +131,7 @@ class DataFlow(TorchFunctionMetadataMode):
         """The sizes of the dimensions along which rows of any of the tensors may have been picked."""
         return NONE.union(*(self._followed.get(tensor, NONE) for tensor in tensors))
 
-    @cut
+    @uncompiled
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         refuse_lookup(func, args, kwargs)
