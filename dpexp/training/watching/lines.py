@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from dpexp.clipping.tapping.dataflow import BLANK, KINDS
+from dpexp.clipping.tapping.dataflow import BLANK, KINDS, in_place
 from dpexp.clipping.tapping.following import Followed
 
 # relative difference of numbers that are one, inverted or not
@@ -108,6 +108,48 @@ class Part(NamedTuple):
         return self.offset + far + 1 if all(self.size) else self.offset
 
 
+class Call:
+    """A call of a torch function, which `make` makes.
+
+    Attributes:
+        name: of the function.
+        given: the tensors among its arguments.
+    """
+
+    def __init__(self, func: Any, args: Any, kwargs: Any):
+        self.func, self.args, self.kwargs = func, args, kwargs
+        self.name, self.given = name_of(func), tensors_of((args, kwargs))
+
+    def make(self) -> Any:
+        return self.func(*self.args, **self.kwargs)
+
+    @cached_property
+    def values(self) -> list[Tensor]:
+        """The arguments whose values are in what it returns."""
+        return self.given[1:] if self.name in SHAPES else self.given[:1] if self.func in KINDS else self.given
+
+    @cached_property
+    def written(self) -> list[Tensor]:
+        """What it writes to, as far as its name and its keywords tell: its first argument may be a list."""
+        first = (tensors_of(self.args[:1]) or self.given[:1]) if in_place(self.func, self.kwargs) else []
+        return first + tensors_of(self.kwargs.get("out"))
+
+    @cached_property
+    def running(self) -> list[Tensor]:
+        """The running statistics that a norm beside the model writes, though no version of a tensor says so: means over the
+        batch."""
+        asked = [self.kwargs[name] for name in ("training", "use_input_stats") if name in self.kwargs]
+        if self.name not in RUNNING or not (asked or [*self.args[5:6], False])[0]:
+            return []
+        return [t for t in self.given[1:] if type(t) is Tensor]
+
+    @property
+    def changed(self) -> list[Any]:
+        """What it has written to, once it is made, and what that is a part of."""
+        written = self.given[:1] if self.func == SETTING else self.written
+        return [*written, *(tensor._base for tensor in written), *self.running]
+
+
 @dataclass(frozen=True)
 class Slot:
     """The place of a tensor among the arguments of a function."""
@@ -117,7 +159,7 @@ class Slot:
 
 @dataclass
 class Line:
-    """One call of a torch function; ``given``: arguments, with slots; ``made``: numbers of the tensors that it returned."""
+    """What is kept of a call; ``given``: arguments, with slots; ``made``: numbers of the tensors that it returned."""
 
     func: Any
     given: Any
@@ -174,19 +216,9 @@ def name_of(func: Any) -> str:
     return getattr(func, "__name__", str(func))
 
 
-def values_of(func: Any, given: list[Tensor]) -> list[Tensor]:
-    """The arguments of a function whose values are in what it returns."""
-    return given[1:] if name_of(func) in SHAPES else given[:1] if func in KINDS else given
-
-
-def running(func: Any, args: Any, kwargs: Any, given: list[Tensor]) -> list[Tensor]:
-    """The running statistics that a norm beside the model writes, though no version of a tensor says so: means over the batch."""
-    if name_of(func) not in RUNNING:
-        return []
-    asked = [kwargs[name] for name in ("training", "use_input_stats") if name in kwargs]
-    if not (asked or [*args[5:6], False])[0]:
-        return []
-    return [t for t in given[1:] if type(t) is Tensor]
+def tensors_of(value: Any) -> list[Tensor]:
+    """The tensors among arguments, or results, in lists and dictionaries too."""
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def version_of(tensor: Tensor) -> int:

@@ -11,11 +11,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
-from dpexp.clipping.tapping.dataflow import in_place
 from dpexp.errors import UntoldError
-from dpexp.training.watching.lines import ByMemory, Part, name_of
+from dpexp.training.watching.lines import ByMemory, Call, Part, tensors_of
 
 # what was there before is not in what they write
 FILLING = {
@@ -132,35 +131,31 @@ class Memory:
         self.lengths[whole] = max(self.lengths[whole], length)
         return Part(whole, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
 
-    def filled_by(
-        self, func: Any, args: Any, kwargs: Any, written: list[Tensor], public: Callable[[Tensor], bool]
-    ) -> list[Piece]:
+    def filled_by(self, call: Call, public: Callable[[Tensor], bool]) -> list[Piece]:
         """Where a call leaves nothing of what was there before; ``public``: of an index."""
-        if name_of(func) in FILLING:
-            return self.filled_as_out(written)
-        return self._pieces(FILLING_SOME, func, args, kwargs, written, public)
+        if call.name in FILLING:
+            return self.filled_as_out(call.written)
+        return self._pieces(FILLING_SOME.get(call.name), call, call.written, public)
 
-    def read_by(self, func: Any, args: Any, kwargs: Any, public: Callable[[Tensor], bool]) -> list[Piece]:
+    def read_by(self, call: Call, public: Callable[[Tensor], bool]) -> list[Piece]:
         """What a call reads of its first argument, where it does not read all."""
-        return self._pieces(READING_SOME, func, args, kwargs, args[:1], public)
+        return self._pieces(READING_SOME.get(call.name), call, call.args[:1], public)
 
     def _pieces(
         self,
-        table: dict[str, Callable[..., Any]],
-        func: Any,
-        args: Any,
-        kwargs: Any,
+        index_of: Callable[..., Any] | None,
+        call: Call,
         tensors: Iterable[Tensor],
         public: Callable[[Tensor], bool],
     ) -> list[Piece]:
         parts = [self.part_of(t) for t in tensors if self.holds(t)]
-        if not parts or name_of(func) not in table:
+        if not parts or index_of is None:
             return []
         try:
-            index, take = table[name_of(func)](*args[1:], **kwargs)
+            index, take = index_of(*call.args[1:], **call.kwargs)
         except TypeError:
             return []
-        if not all(public(leaf) for leaf in tree_leaves(index) if isinstance(leaf, Tensor)):
+        if not all(map(public, tensors_of(index))):
             return []
         index = tree_map_only(Tensor, lambda t: t.detach().to("cpu", copy=True), index)
         return [Piece(part, index, take) for part in parts]
@@ -224,11 +219,3 @@ class Remains:
         for part in parts:
             if part.whole in self._old:
                 yield self._old[part.whole].as_strided(part.size, part.stride, part.offset)
-
-
-def written_by(func: Any, args: Any, kwargs: Any, given: list[Tensor]) -> list[Tensor]:
-    """What a function writes to, as far as its name and its keywords tell: its first argument may be a list."""
-    first: list[Tensor] = []
-    if in_place(func, kwargs):
-        first = [leaf for leaf in tree_leaves(args[:1]) if isinstance(leaf, Tensor)] or given[:1]
-    return first + [leaf for leaf in tree_leaves((kwargs or {}).get("out")) if isinstance(leaf, Tensor)]

@@ -16,7 +16,7 @@ from dpexp.clipping.tapping.node import BY_TAP
 from dpexp.clipping.tapping.roots import nodes_behind
 from dpexp.errors import UserError
 from dpexp.training.watching.guards import TOUCHED
-from dpexp.training.watching.lines import PLAIN, name_of, storage_of
+from dpexp.training.watching.lines import PLAIN, Call, storage_of
 
 WRITTEN = (
     "the loop writes values of its batch to {name} of the model, without noise. This voids any guarantee: leave it out, or make "
@@ -77,13 +77,11 @@ class Owned:
         if name is not None and any(tap.recorder.visiting is None for tap in taps):
             raise UserError(ASKED.format(name=name))
 
-    def look_at_parameters(
-        self, func: Any, given: list[Tensor], written: list[Tensor], private: WeakIdKeyDictionary
-    ) -> None:
+    def look_at_parameters(self, call: Call, private: WeakIdKeyDictionary) -> None:
         """Refuse values of the batch that are written to the model, and note parameters of others that it goes through."""
+        given = call.given
         places = [storage_of(t) if type(t) in PLAIN else 0 for t in given]
-        if name_of(func) == "__set__":
-            written = given[:1]
+        written = given[:1] if call.name == "__set__" else call.written
         names = [self._names[storage_of(t)] for t in written if storage_of(t) in self._names]
         if names and any(t in private for t in given):
             raise UserError(WRITTEN.format(name=names[0]))

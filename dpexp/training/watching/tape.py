@@ -17,16 +17,17 @@ from dpexp.errors import UntoldError
 from dpexp.training.watching.lines import (
     PLAIN,
     ByMemory,
+    Call,
     Line,
     Marks,
     Number,
     Slot,
     address_of,
     name_of,
-    running,
     storage_of,
+    tensors_of,
 )
-from dpexp.training.watching.memory import Memory, written_by
+from dpexp.training.watching.memory import Memory
 from dpexp.training.watching.owned import Owned
 from dpexp.training.watching.places import Place, Places, is_order
 from dpexp.training.watching.sizes import Sizes
@@ -127,14 +128,14 @@ class Tape:
         # the numbers of all that lies in one place
         self._lying = ByMemory()
 
-    def line_of(self, func: Any, args: Any, kwargs: Any, given: list[Tensor]) -> Line:
+    def line_of(self, call: Call) -> Line:
         """A call and what it is given, which is held as it is now.
 
         Raises:
             UntoldError: why it cannot be written down.
         """
-        name = name_of(func)
-        written = written_by(func, args, kwargs, given)
+        name, args, kwargs = call.name, call.args, call.kwargs
+        given, written = call.given, call.written
         for tensor in written:
             self._lay_flat(tensor)
         slots = tree_map_only(Tensor, lambda t: Slot(self._number(t)), (args, kwargs))
@@ -143,7 +144,7 @@ class Tape:
             if storage_of(held) in places:
                 self.held[number] = held.clone()
                 self.written.add(number)
-        kept = {self.numbers[t] for t in running(func, args, kwargs, given)}
+        kept = {self.numbers[t] for t in call.running}
         self.held |= {number: self.held[number].clone() for number in kept & self.held.keys()}
         self.written |= kept
         kind = given[0].device.type
@@ -162,11 +163,10 @@ class Tape:
             if not self.memory.holds(tensor):
                 # views that were made before, ``t.data``, ``t.detach()``
                 targets |= self._lying.get(tensor) or set()
-        filled = self.memory.filled_by(func, args, kwargs, written, self._is_public)
-        read = self.memory.read_by(func, args, kwargs, self._is_public)
-        return Line(
-            func, slots, [], autocast, torch.is_grad_enabled(), counted, repeats, targets, kept, filled, read
-        )
+        filled = self.memory.filled_by(call, self._is_public)
+        read = self.memory.read_by(call, self._is_public)
+        grad = torch.is_grad_enabled()
+        return Line(call.func, slots, [], autocast, grad, counted, repeats, targets, kept, filled, read)
 
     def add(self, line: Line, made: list[Tensor]) -> None:
         """Write down a call that was made, and what it returned.
@@ -255,8 +255,7 @@ class Tape:
                     torch.autocast(kind, dtype=dtype, enabled=line.autocast is not None, cache_enabled=False),
                 ):
                     result = line.func(*args, **kwargs)
-                made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-                there.update(zip(line.made, made, strict=True))
+                there.update(zip(line.made, tensors_of(result), strict=True))
                 for used in line.slots:
                     if last[used] == i and used != number:
                         there.pop(used, None)

@@ -30,15 +30,13 @@ from dpexp.training.watching.lines import (
     PLAIN,
     READING_SHAPES,
     SETTING,
+    Call,
     Marks,
     Number,
-    name_of,
-    running,
-    values_of,
+    tensors_of,
     version_of,
 )
 from dpexp.training.watching.listening import listening
-from dpexp.training.watching.memory import written_by
 from dpexp.training.watching.messages import EARLIER, NOT_PUBLIC, REPEATED, SCALED
 from dpexp.training.watching.modes import put_below, take_off, unwrapped
 from dpexp.training.watching.owned import Owned
@@ -256,39 +254,37 @@ class Trace(TorchFunctionMode):
                 self.known.mark(tensor)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        call = Call(func, args, kwargs or {})
+        given = call.given
         if func in DIFFERENTIATING:
             self._own.refuse_differentiated(given)
             roots = [t.grad_fn for t in given] if any(t in self.known.private for t in given) else []
             self._own.look_at_leaves(roots, self._invented, self.known.private, self.rows.fits)
         self._adopt(given)
-        self.used |= (
-            any(t in self._batch for t in values_of(func, given)) and name_of(func) not in READING_SHAPES
-        )
+        self.used |= any(t in self._batch for t in call.values) and call.name not in READING_SHAPES
         if self._inside:
-            return self._made_within(func, args, kwargs, given)
-        written = written_by(func, args, kwargs, given)
+            return self._made_within(call)
+        written = call.written
         for tensor in written:
             self._own.refuse_written_sum(tensor)
         if "c10d" in str(func) or str(getattr(func, "__module__", "")).startswith("torch.distributed"):
             # not done again, which all ranks would have to do at once
-            result = func(*args, **kwargs)
+            result = call.make()
             self._hear(given, tensors_in(result))
             return result
         if self.failure:
-            return self._followed(func, args, kwargs, given)
+            return self._followed(call)
         known = (*self._told, self.known.private)
         inner = [unwrapped(t) for t in given]
         if any(t is not wrapped for t, wrapped in zip(inner, given, strict=True)) and any(
             t in tensors for t in inner for tensors in known
         ):
             self._stop("torch.func (vmap, grad) is not looked into", lasting=True)
-            return self._followed(func, args, kwargs, given)
+            return self._followed(call)
         # what a later batch finds there is told by what is written over now
         renews = any(self.known.is_old(t) for t in written)
         if not renews and not any(t in tensors for t in given for tensors in known):
-            return self._of_earlier(func, args, kwargs, given)
+            return self._of_earlier(call)
         self._refuse_scaled(given)
         self._have_kept(given)
         # differentiated by the loop itself, or of somebody's own kind: what comes out has the rows, too
@@ -297,28 +293,24 @@ class Trace(TorchFunctionMode):
         )
         before = [version_of(t) for t in given]
         # what is written to is noted as it was
-        line = (
-            None
-            if opaque or not (written or running(func, args, kwargs, given))
-            else self._tried(self.tape.line_of, func, args, kwargs, given)
-        )
-        result = self._followed(func, args, kwargs, given)
-        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        line = None if opaque or not (written or call.running) else self._tried(self.tape.line_of, call)
+        result = self._followed(call)
+        made = tensors_of(result)
         if opaque:
             self.opaque = True
             if func is torch.autograd.grad:
-                self._hear_of_all(result, args, kwargs)
+                self._hear_of_all(result, call)
             self._have_rows(t for t in made if t not in self.known.told)
         elif line is not None:
             self._tried(self.tape.add, line, made)
         elif func == SETTING:
             self._tried(self.tape.take_over, *given)
-        elif any(version_of(t) != v for t, v in zip(given, before, strict=True)) or name_of(func) in ESCAPES:
-            why = f"{name_of(func)} writes to what it is given, or makes numbers of Python of it"
+        elif any(version_of(t) != v for t, v in zip(given, before, strict=True)) or call.name in ESCAPES:
+            why = f"{call.name} writes to what it is given, or makes numbers of Python of it"
             self._stop(why, lasting=True)
         elif made and not self.failure:
-            line = self._tried(self.tape.line_of, func, args, kwargs, given)
-            if line is not None and name_of(func) == "mean" and made[0].numel():
+            line = self._tried(self.tape.line_of, call)
+            if line is not None and call.name == "mean" and made[0].numel():
                 elements = Number(given[0].numel() // made[0].numel())
                 self.sizes.note(len(self.tape.lines), "mean", elements, averaged=True)
             self._tried(self.tape.add, line, made)
@@ -327,29 +319,27 @@ class Trace(TorchFunctionMode):
                 self._aliases.add(tensor)
         return result
 
-    def _followed(self, func: Any, args: Any, kwargs: Any, given: list[Tensor]) -> Any:
-        """Call a function, and remember which tensors and numbers hold values of the batch."""
-        private = any(t in self.known.private for t in values_of(func, given))
+    def _followed(self, call: Call) -> Any:
+        """Make a call, and remember which tensors and numbers hold values of the batch."""
+        private = any(t in self.known.private for t in call.values)
         if private:
-            written = written_by(func, args, kwargs, given)
-            self._own.look_at_parameters(func, given, written, self.known.private)
-            self.known.left |= name_of(func) in LEAVING and self.examples > 1
-        result = func(*args, **kwargs)
+            self._own.look_at_parameters(call, self.known.private)
+            self.known.left |= call.name in LEAVING and self.examples > 1
+        result = call.make()
         if private:
             self.sizes.add_count(result)
             for tensor in tree_leaves(result):
                 self.known.mark(tensor)
-            for tensor in (*_written(func, args, kwargs, given), *running(func, args, kwargs, given)):
+            for tensor in call.changed:
                 self.known.mark(tensor, written=True)
         return result
 
-    def _made_within(self, func: Any, args: Any, kwargs: Any, given: list[Tensor]) -> Any:
-        """Call a function inside of the model's own forward, which is not written down."""
-        result = func(*args, **kwargs)
-        if any(t in self.known.private or t in self.known.within for t in values_of(func, given)):
+    def _made_within(self, call: Call) -> Any:
+        """Make a call inside of the model's own forward, which is not written down."""
+        result = call.make()
+        if any(t in self.known.private or t in self.known.within for t in call.values):
             self.sizes.add_count(result)
-            made = [*tree_leaves(result), *written_by(func, args, kwargs, given)]
-            for tensor in made:
+            for tensor in (*tree_leaves(result), *call.written):
                 if type(tensor) in PLAIN:
                     self.known.within[tensor] = len(self.calls) - 1
                     self.known.mark(tensor)
@@ -371,24 +361,24 @@ class Trace(TorchFunctionMode):
             self.known.told[tensor] = None
             self.known.mark(tensor)
 
-    def _hear_of_all(self, gradients: Any, args: Any, kwargs: Any) -> None:
+    def _hear_of_all(self, gradients: Any, call: Call) -> None:
         """Note gradients of what no row of the batch is added to, or stands in: they are sums over all examples."""
-        asked = kwargs["inputs"] if "inputs" in kwargs else args[1]
+        asked = call.kwargs["inputs"] if "inputs" in call.kwargs else call.args[1]
         for gradient, tensor in zip(tree_leaves(gradients), tree_leaves(asked), strict=False):
             own = tensor in self.known.private or self.examples == 1
             if isinstance(gradient, Tensor) and not own and not self.rows.fits(gradient):
                 self.known.told[gradient] = None
                 self.known.mark(gradient)
 
-    def _of_earlier(self, func: Any, args: Any, kwargs: Any, given: list[Tensor]) -> Any:
-        """Call a function of nothing in this batch; what it makes of what an earlier one has left behind is left behind, too."""
-        old = any(self.known.is_old(t) for t in values_of(func, given))
-        result = func(*args, **kwargs)
-        if all(t in self.known.drawn for t in given) and name_of(func) not in COMING:
+    def _of_earlier(self, call: Call) -> Any:
+        """Make a call of nothing in this batch; what it makes of what an earlier one has left behind is left behind, too."""
+        old = any(self.known.is_old(t) for t in call.values)
+        result = call.make()
+        if all(t in self.known.drawn for t in call.given) and call.name not in COMING:
             self.known.drawn.update(dict.fromkeys(tensors_in(result)))
         if old:
             self.known.before.update({t: None for t in tree_leaves(result) if type(t) in PLAIN})
-            for tensor in (*_written(func, args, kwargs, given), *running(func, args, kwargs, given)):
+            for tensor in call.changed:
                 if type(tensor) in PLAIN:
                     self.known.before.mark_written(tensor)
         return result
@@ -416,9 +406,3 @@ class Trace(TorchFunctionMode):
     def _forget(self, why: str) -> None:
         self.failure = self.failure or why
         self.tape.forget()
-
-
-def _written(func: Any, args: Any, kwargs: Any, given: list[Tensor]) -> list[Any]:
-    """What a function has written to, and what that is a part of."""
-    written = given[:1] if func == SETTING else written_by(func, args, kwargs, given)
-    return [*written, *(tensor._base for tensor in written)]
