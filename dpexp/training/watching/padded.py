@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,8 +12,8 @@ from dpexp.training.watching.collating import EXAMPLES, Collate, collated, leave
 
 # of what stands in padding; a maximum sees one of them
 FACTORS = (3.0, -3.0)
-# length T to which rows are padded -> ``[b, T]``, whether padding stands there
-Padding = Mapping[int, Tensor]
+# of each length T to which rows are padded, ``[b, T]``: whether padding stands there
+Padding = Sequence[Tensor]
 
 
 def padding_of(collate_fn: Collate, examples: Sequence[Any], units: int, batch: Any) -> Padding:
@@ -26,41 +26,39 @@ def padding_of(collate_fn: Collate, examples: Sequence[Any], units: int, batch: 
         batch: what they were collated to.
 
     Returns:
-        Padding by the length of tensors ``[b, T, …]``, at one end of their rows. Nothing where a row is another one alone, as
-        one that is masked by chance.
+        Where padding stands in tensors ``[b, T, …]``, at one end of their rows. Nothing where a row is another one alone, as one
+        that is masked by chance.
     """
     together = _sequences(batch, len(examples))
     if len(examples) != units or units == 1 or not together:
-        return {}
+        return []
     found = {whole.shape[1]: torch.zeros(units, whole.shape[1], dtype=torch.bool) for whole in together}
     for i, example in enumerate(examples[:EXAMPLES]):
         alone = _sequences(collated(collate_fn, [example]), 1)
         if len(alone) != len(together):
-            return {}
+            return []
         here = {length: torch.ones(length, dtype=torch.bool) for length in found}
         for whole, one in zip(together, alone, strict=True):
             padding = _added(whole[i], one[0])
             if padding is None:
-                return {}
+                return []
             here[len(padding)] &= padding
         for length, padding in here.items():
             found[length][i] = padding
-    return {length: padding for length, padding in found.items() if bool(padding.any())}
+    return [padding for padding in found.values() if bool(padding.any())]
 
 
-def in_padding(tensor: Tensor, padding: Padding, factor: float) -> Tensor | None:
+def in_padding(tensor: Tensor, there: Tensor, factor: float) -> Tensor | None:
     """Multiply what stands in the padding of ``[b, T, …]``; None where it has no such length."""
-    there = padding.get(tensor.shape[1]) if tensor.dim() > 1 and tensor.is_floating_point() else None
-    if there is None or len(there) != len(tensor):
+    if tensor.shape[:2] != there.shape or not tensor.is_floating_point():
         return None
     there = there.to(tensor.device).reshape(*there.shape, *[1] * (tensor.dim() - 2))
     return torch.where(there, tensor * factor, tensor)
 
 
-def padded_further(tensor: Tensor, padding: Padding) -> Tensor | None:
+def padded_further(tensor: Tensor, there: Tensor) -> Tensor | None:
     """Add another column of padding to ``[b, T, …]``, such as stands there already; None where it has no such length."""
-    there = padding.get(tensor.shape[1]) if tensor.dim() > 1 else None
-    if there is None or len(there) != len(tensor):
+    if tensor.shape[:2] != there.shape:
         return None
     behind = bool(there[:, -1].any())
     row = int(there[:, -1 if behind else 0].int().argmax())

@@ -226,18 +226,18 @@ class Redone:
     def _feel_padding(self, number: int, whole: Tensor) -> None:
         """Note for which lengths the losses are others where the model returns something else for padding."""
         trace = self.trace
-        for (length, there), factor in product(trace.padding.items(), FACTORS):
-            made = {n: in_padding(self.tape.held[n], {length: there}, factor) for n in self.tape.returned}
+        for there, factor in product(trace.padding, FACTORS):
+            made = {n: in_padding(self.tape.held[n], there, factor) for n in self.tape.returned}
             instead = {n: tensor for n, tensor in made.items() if tensor is not None}
             if instead and bool(self._unlike(whole, self._again(number, instead=instead)[0]).any()):
-                trace.felt.add(length)
+                trace.felt.add(there.shape[1])
 
     def _feel_longer(self, number: int, whole: Tensor) -> None:
         """Note for which lengths what enters the model, and has no length, is something else where rows are padded further."""
         trace = self.trace
-        for length, there in trace.padding.items():
+        for there in trace.padding:
             held = [n for n in self.tape.places if n not in self.tape.returned]
-            made = {n: padded_further(self.tape.held[n], {length: there}) for n in held}
+            made = {n: padded_further(self.tape.held[n], there) for n in held}
             instead = {n: tensor for n, tensor in made.items() if tensor is not None}
             try:
                 longer = self._again(number, instead=instead)[0] if instead else whole
@@ -245,7 +245,7 @@ class Redone:
                 # numbers of this length stand beside it
                 continue
             if longer.shape == whole.shape and bool(self._unlike(whole, longer).any()):
-                trace.felt.add(length)
+                trace.felt.add(there.shape[1])
 
     def _enters_apart(self, number: int) -> bool:
         """Whether it is known which rows enter the model for which half of the examples, or they stand where their examples do.
