@@ -6,7 +6,6 @@ or by other rows' values, and moves no output.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
@@ -123,7 +122,6 @@ def _folding(params: dict[str, nn.Parameter], found: dict[str, Tensor]) -> Itera
             handle.remove()
 
 
-@functools.lru_cache(maxsize=64)
 def _signs(count: int) -> Tensor:
     return torch.randint(2, (count,), generator=torch.Generator().manual_seed(count), device="cpu") * 2 - 1
 

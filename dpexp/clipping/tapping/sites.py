@@ -116,7 +116,6 @@ def swapped_class(
     return made
 
 
-@functools.cache
 def _keeping(kind: Any) -> Any:
     """Return a kind of classes that nothing is deleted from."""
 
