@@ -170,9 +170,7 @@ def refuse_company(
     So texts, tokens and labels are other ones too, and a data set is asked again that makes several examples at once.
 
     Args:
-        collate_fn: a list of examples -> a batch.
-        examples: of one batch; copies of a few are used.
-        rows_per_unit: adjacent examples that may be mixed, because they are one user's.
+        collate_fn, examples, rows_per_unit: see `refuse_mixing`.
         read: see `Collation.of`.
 
     Raises:

@@ -88,8 +88,8 @@ class Redone:
         self._halves = [order[:cut], order[cut:]] if self._first else [order[::2], order[1::2]]
         # which rows of what enters the model, and so of what it returns, change with one half of the examples, and with the other
         self._changed = [torch.zeros(trace.examples, dtype=torch.bool) for _ in range(2)]
-        # what the losses are differentiated by
-        self._by: list[int] = []
+        # numbers of what enters the model, in all its calls; and of what the losses are differentiated by
+        self._entered, self._by = list(chain.from_iterable(trace.calls)), list[int]()
         # where the rows of each example are in what the loop has made of several of each, by how many rows there are
         self._several: dict[int, Place] = {}
         # calls that returned a list with an entry for each example, of whatever length
@@ -117,10 +117,10 @@ class Redone:
         for name, buffer in trace.model.named_buffers():
             if buffer in trace.known.private or buffer in trace.known.before:
                 raise UserError(WRITTEN.format(name=name))
-        refuse_repeated(self.tape, [*chain.from_iterable(trace.calls), self.tape.numbers.get(losses)])
+        refuse_repeated(self.tape, [*self._entered, self.tape.numbers.get(losses)])
         try:
             trace.failure = trace.failure or self._failure(losses)
-            behind = self.tape.behind([*chain.from_iterable(trace.calls), self.tape.numbers.get(losses, 0)])
+            behind = self.tape.behind([*self._entered, self.tape.numbers.get(losses, 0)])
             scaled = trace.sizes.scaled.items()
             trace.sizes.scaled = {
                 place: size for place, size in scaled if place[0] in behind and not self._is_chance(place)
@@ -138,9 +138,7 @@ class Redone:
 
     def _failure(self, losses: Tensor) -> str:
         """Why the losses cannot be looked at; what enters the model is."""
-        if not all(
-            self._enters_apart(number) for number in dict.fromkeys(chain.from_iterable(self.trace.calls))
-        ):
+        if not all(map(self._enters_apart, dict.fromkeys(self._entered))):
             return "rows enter the model in an order that goes by the batch"
         if losses in self.trace.known.rowed:
             return ""
@@ -286,7 +284,7 @@ class Redone:
         both = [[old | new for old, new in zip(self._changed, changed, strict=True)] for _, changed in found]
         apart = [i for i, (one, other) in enumerate(both) if not bool((one & other).any())]
         if not apart and not any(bool((one & other).any()) for _, (one, other) in found):
-            raise self._mixture(ENTERED, *chain.from_iterable(self.trace.calls))
+            raise self._mixture(ENTERED, *self._entered)
         self._changed = both[apart[0]] if apart else self._changed
         place, here = found[apart[0] if apart else 0]
         if place.axis == 0:
