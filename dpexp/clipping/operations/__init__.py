@@ -24,11 +24,9 @@ FORMULAS: dict[Any, Formula] = {
     Tensor.mm: Product(),
     torch.addmm: AddedProduct(),
     Tensor.addmm: AddedProduct(),
-    **{
-        getattr(owner, name): GroupedProduct()
-        for owner, name in ((F, "grouped_mm"), (torch, "_grouped_mm"))
-        if hasattr(owner, name)
-    },
+    torch._grouped_mm: GroupedProduct(),
+    # which torch 2.8 does not have
+    **({F.grouped_mm: GroupedProduct()} if hasattr(F, "grouped_mm") else {}),
     F.conv1d: Convolution(),
     F.conv2d: Convolution(),
     F.conv3d: Convolution(),
