@@ -24,13 +24,7 @@ from dpexp.clipping.sharding import Shards
 from dpexp.clipping.tapping.dataflow import DataFlow
 from dpexp.clipping.tapping.donation import donating, used_again
 from dpexp.clipping.tapping.forwards import Entered, ForwardPass, tensors_in
-from dpexp.clipping.tapping.messages import (
-    EARLIER,
-    NESTED,
-    OTHERWISE,
-    OUTSIDE,
-    TORCH_SAYS,
-)
+from dpexp.clipping.tapping.messages import EARLIER, NESTED, OTHERWISE, OUTSIDE, TORCH_SAYS
 from dpexp.clipping.tapping.node import BY_TAP, Tap
 from dpexp.clipping.tapping.roots import NodeKey, Roots, node_key
 from dpexp.clipping.tapping.uses import Template, Use
