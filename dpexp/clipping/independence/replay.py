@@ -121,13 +121,13 @@ class Replay:
         if self._set_back is not None:
             yield
             return
-        indices = [self._device.index] if self._device.type == "cuda" else []
         python, numpy = random.getstate(), np.random.get_state()
         earlier = self.earlier if EARLIER in self.inputs[1] else None
         with ExitStack() as inside:
             inside.callback(random.setstate, python)
             inside.callback(np.random.set_state, numpy)
-            inside.enter_context(torch.random.fork_rng(indices))
+            there = [] if self._device.type == "cpu" else [self._device.index]
+            inside.enter_context(torch.random.fork_rng(there, device_type=self._device.type))
             # the rounding of products hides what a replay looks for, or looks like it
             inside.enter_context(all_full_precision())
             if "torch._dynamo" in sys.modules:

@@ -7,8 +7,7 @@ from __future__ import annotations
 import copy
 import itertools
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,6 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from dpexp.clipping import Clipper
 from dpexp.errors import UserError
+from dpexp.training import generators
 from dpexp.training.watching.collated import Part, Parts
 
 # examples that are collated, and how often: chance may decide whether anything is mixed
@@ -125,7 +125,7 @@ def refuse_mixing(collate_fn: Collate, examples: Sequence[Any], rows_per_unit: i
     few = list(examples[: units * rows_per_unit])
     unit = [i // rows_per_unit for i in range(len(few))]
     compared = False
-    with generators_kept():
+    with generators.kept():
         try:
             here, again = (_seeded(collate_fn, few, 0) for _ in range(2))
         except Exception:
@@ -188,7 +188,7 @@ def refuse_company(
         rows = copy.deepcopy([examples[place] for place in places]) if read is None else read(places)
         return collate_fn(rows)
 
-    with generators_kept():
+    with generators.kept():
         try:
             # an honest one that sorts by length gives other random numbers to what has got another place
             draws = _drawn(make, list(range(units)), 0)[1] != _drawn(lambda _: None, [], 0)[1]
@@ -330,9 +330,7 @@ def refuse_other_order(collate_fn: Collate, examples: Sequence[Any], batch: Any)
 
 
 def _seeded(collate_fn: Collate, examples: list[Any], seed: int) -> Any:
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.default_generator.manual_seed(seed)
+    generators.seed_public(seed)
     return collate_fn(copy.deepcopy(examples))
 
 
@@ -353,7 +351,7 @@ def _changed(leaf: Any) -> Any:
 def collated(collate_fn: Collate, examples: Sequence[Any]) -> Any:
     """Collate copies; None where that fails, as of a single example."""
     try:
-        with generators_kept():
+        with generators.kept():
             return collate_fn([copy.deepcopy(example) for example in examples])
     except Exception:
         return None
@@ -383,15 +381,3 @@ def _rows(batch: Any, count: int) -> list[Tensor]:
     return [
         leaf for leaf in leaves_of(batch) if not leaf.is_nested and leaf.dim() > 1 and leaf.shape[0] == count
     ]
-
-
-@contextmanager
-def generators_kept() -> Iterator[None]:
-    """Leave the random generators as they were found."""
-    state = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng(devices=[]):
-            yield
-    finally:
-        random.setstate(state[0])
-        np.random.set_state(state[1])
