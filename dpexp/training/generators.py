@@ -1,19 +1,23 @@
-"""Random generators of a data set itself, which are seeded from the run's key as those of torch, numpy and Python are.
+"""Random generators: those of torch, numpy and Python, kept while something is tried, and those of a data set itself.
 
-Such a generator goes from one example to the next. Under a seed that others know, one example more would change what is
-drawn for all that are read after it, in this batch and in every later one, and no noise is for that. In secret all places are
-alike, and what is drawn for a batch can be drawn again after a crash.
+The latter are seeded from the run's key as the others are. Such a generator goes from one example to the next. Under a seed that
+others know, one example more would change what is drawn for all that are read after it, in this batch and in every later one, and
+no noise is for that. In secret all places are alike, and what is drawn for a batch can be drawn again after a crash.
 """
 
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from dpexp.clipping.gradients.numerics import has_generator, states_of_chance
 
 Generator = random.Random | np.random.Generator | np.random.RandomState | torch.Generator
 
@@ -25,6 +29,42 @@ FEW = 64
 PLAIN = {int, float, str, bytes, bool, type(None)}
 # numpy's own sources of bits, which begin with a number whatever a class made of one asks for
 SOURCES = (np.random.MT19937, np.random.PCG64, np.random.PCG64DXSM, np.random.Philox, np.random.SFC64)
+
+
+@contextmanager
+def kept() -> Iterator[None]:
+    """Leave those of Python, numpy and torch as they were found, and those of the device that is in use."""
+    state, device = (random.getstate(), np.random.get_state()), _in_use()
+    there = [device.index] if has_generator(device) else []
+    try:
+        with torch.random.fork_rng(there, device_type=device.type):
+            yield
+    finally:
+        random.setstate(state[0])
+        np.random.set_state(state[1])
+
+
+def seed_public(number: int) -> None:
+    """Let those that `kept` sets back begin with a number that everybody knows."""
+    random.seed(number)
+    np.random.seed(number)
+    # torch's own function notes who called it, a millisecond for each kind of device that is not in use
+    torch.default_generator.manual_seed(number)
+    if has_generator(device := _in_use()):
+        torch.get_device_module(device).manual_seed(number)
+
+
+def states() -> tuple[Any, ...]:
+    """Say where they stand."""
+    return states_of_chance(_in_use())
+
+
+def _in_use() -> torch.device:
+    """The accelerator, where somebody has begun to use one; else the CPU."""
+    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    if has_generator(device) and torch.get_device_module(device).is_initialized():
+        return torch.device(device.type, torch.accelerator.current_device_index())
+    return torch.device("cpu")
 
 
 def of(dataset: Any) -> list[Generator]:

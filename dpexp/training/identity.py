@@ -3,7 +3,6 @@
 import hashlib
 import hmac
 import json
-import random
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +18,7 @@ from dpexp.errors import UserError
 from dpexp.parallel import Ranks
 from dpexp.privacy.fingerprint import checksum
 from dpexp.privacy.keys import LEDGER
-from dpexp.training.watching.collating import generators_kept
+from dpexp.training import generators
 
 if TYPE_CHECKING:
     from dpexp.privacy.plan import Plan
@@ -204,10 +203,8 @@ def _a_few_of(dataset: Any, key: bytes) -> str:
 
     def told() -> str:
         digest = hmac.new(key, digestmod="sha256")
-        with generators_kept():
-            random.seed(0)
-            np.random.seed(0)
-            torch.default_generator.manual_seed(0)
+        with generators.kept():
+            generators.seed_public(0)
             _add(digest, [dataset[place] for place in places])
         return digest.hexdigest()
 

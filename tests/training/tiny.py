@@ -48,7 +48,7 @@ class TinyTask(Task):
         return nn.functional.cross_entropy(model(batch["x"]).float(), batch["y"], reduction="none")
 
     def evaluate(self, model, device, batch_size, progress=None) -> dict[str, float]:
-        batch = self.collate(list(self.dev))
+        batch = {name: tensor.to(device) for name, tensor in self.collate(list(self.dev)).items()}
         return {"accuracy": (model(batch["x"]).argmax(1) == batch["y"]).float().mean().item()}
 
     def length(self, i: int) -> int:

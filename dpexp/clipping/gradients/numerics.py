@@ -248,9 +248,14 @@ def static(x: Tensor) -> bool:
     return x.device.type == "cpu"
 
 
+def has_generator(device: torch.device) -> bool:
+    """Whether a device has generators whose states torch keeps as it keeps those of CUDA; Apple's are kept in another way."""
+    return device.type not in ("cpu", "mps")
+
+
 def states_of_chance(device: torch.device) -> tuple[Any, ...]:
     """Where the generators of the process stand, which a hook, or a forward that is computed again, may draw from."""
     numpy: Any = np.random.get_state()
-    here = torch.cuda.get_rng_state(device).tolist() if device.type == "cuda" else None
+    here = torch.get_device_module(device).get_rng_state(device).tolist() if has_generator(device) else None
     torchs = torch.get_rng_state().numpy().tobytes()
     return random.getstate(), numpy[1].tobytes(), numpy[2:], torchs, here

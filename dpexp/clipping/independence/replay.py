@@ -23,7 +23,7 @@ from torch.autograd.graph import GradientEdge, saved_tensors_hooks
 
 from dpexp.clipping.distributed import reducers_in, silent
 from dpexp.clipping.given import modules_of
-from dpexp.clipping.gradients.numerics import all_full_precision
+from dpexp.clipping.gradients.numerics import all_full_precision, has_generator
 from dpexp.clipping.independence.arguments import Inputs, changed, copied, leaves
 from dpexp.clipping.independence.chance import Chance, WithoutChance
 from dpexp.clipping.independence.comparison import Places
@@ -119,13 +119,13 @@ class Replay:
         if self._set_back is not None:
             yield
             return
-        indices = [self._device.index] if self._device.type == "cuda" else []
         python, numpy = random.getstate(), np.random.get_state()
         earlier = self.earlier if EARLIER in self.inputs[1] else None
         with ExitStack() as inside:
             inside.callback(random.setstate, python)
             inside.callback(np.random.set_state, numpy)
-            inside.enter_context(torch.random.fork_rng(indices))
+            there = [self._device.index] if has_generator(self._device) else []
+            inside.enter_context(torch.random.fork_rng(there, device_type=self._device.type))
             # the rounding of products hides what a replay looks for, or looks like it
             inside.enter_context(all_full_precision())
             if "torch._dynamo" in sys.modules:

@@ -132,7 +132,10 @@ def _children(value: Any) -> dict[Any, Any]:
 def _flat(item: Any) -> Tensor:
     """The tensors of one example, with their sizes, in a row."""
     parts = [
-        p for t in tensors_in(item) if t.layout == torch.strided for p in (torch.tensor(t.shape), t.detach())
+        p
+        for t in tensors_in(item)
+        if t.layout == torch.strided
+        for p in (torch.tensor(t.shape), t.detach().cpu())
     ]
     return torch.cat([part.double().flatten() for part in parts]) if parts else torch.zeros(0).double()
 

@@ -6,9 +6,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,8 +16,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
 from dpexp.clipping import Clipper
-from dpexp.clipping.gradients.numerics import states_of_chance
 from dpexp.errors import UserError
+from dpexp.training import generators
 from dpexp.training.watching.collated import Part, Parts
 
 # examples that are collated, and how often: chance may decide whether anything is mixed
@@ -126,7 +124,7 @@ def refuse_mixing(collate_fn: Collate, examples: Sequence[Any], rows_per_unit: i
     few = list(examples[: units * rows_per_unit])
     unit = [i // rows_per_unit for i in range(len(few))]
     compared = False
-    with generators_kept():
+    with generators.kept():
         try:
             here, again = (_seeded(collate_fn, few, 0) for _ in range(2))
         except Exception:
@@ -187,7 +185,7 @@ def refuse_company(
         rows = copy.deepcopy([examples[place] for place in places]) if read is None else read(places)
         return collate_fn(rows)
 
-    with generators_kept():
+    with generators.kept():
         try:
             # an honest one that sorts by length gives other random numbers to what has got another place
             draws = _drawn(make, list(range(units)), 0)[1] != _drawn(lambda _: None, [], 0)[1]
@@ -236,7 +234,7 @@ def _sizes(rows: Any) -> Any:
 
 def _drawn(make: Collate, chosen: list[int], seed: int) -> tuple[Any, Any]:
     """A batch, and where the random generators are then."""
-    return _seeded(make, chosen, seed), states_of_chance(torch.device("cpu"))
+    return _seeded(make, chosen, seed), generators.states()
 
 
 def _leaving_one_out(make: Collate, unit: Sequence[int]) -> list[Any]:
@@ -327,15 +325,8 @@ def refuse_other_order(collate_fn: Collate, examples: Sequence[Any], batch: Any)
 
 
 def _seeded(collate_fn: Collate, examples: list[Any], seed: int) -> Any:
-    seed_generators(seed)
+    generators.seed_public(seed)
     return collate_fn(copy.deepcopy(examples))
-
-
-def seed_generators(seed: int) -> None:
-    """Let the random generators of Python, numpy and torch begin anew."""
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.default_generator.manual_seed(seed)
 
 
 def _changed(leaf: Any) -> Any:
@@ -355,7 +346,7 @@ def _changed(leaf: Any) -> Any:
 def collated(collate_fn: Collate, examples: Sequence[Any]) -> Any:
     """Collate copies; None where that fails, as of a single example."""
     try:
-        with generators_kept():
+        with generators.kept():
             return collate_fn([copy.deepcopy(example) for example in examples])
     except Exception:
         return None
@@ -385,15 +376,3 @@ def _rows(batch: Any, count: int) -> list[Tensor]:
     return [
         leaf for leaf in leaves_of(batch) if not leaf.is_nested and leaf.dim() > 1 and leaf.shape[0] == count
     ]
-
-
-@contextmanager
-def generators_kept() -> Iterator[None]:
-    """Leave the random generators as they were found."""
-    state = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng(devices=[]):
-            yield
-    finally:
-        random.setstate(state[0])
-        np.random.set_state(state[1])

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import Dataset, TensorDataset
 
 from dpexp.errors import UserError
-from dpexp.training.watching.collating import generators_kept, seed_generators
+from dpexp.training import generators
 
 # examples that are made, and how often: chance may decide whether anything is mixed
 EXAMPLES, TIMES = 8, 2
@@ -55,7 +55,7 @@ def refuse_other_rows(dataset: Any, users: Sequence[Hashable] | None = None) -> 
     Raises:
         UserError: what stands in another row changes an example, or that another one was read before.
     """
-    with generators_kept():
+    with generators.kept():
         try:
             why = _mixed(dataset, users)
         except Exception:
@@ -182,7 +182,7 @@ def _copied(dataset: Any, watched: Callable[[Any, str], Any] = lambda value, _: 
 
 def _read(dataset: Any, item: int, seed: int) -> list[Any]:
     """What is equal of an example that is the same one."""
-    seed_generators(seed)
+    generators.seed_public(seed)
     example = dataset[item]
     return [*map(_content, tree_leaves(dict(example) if hasattr(example, "keys") else example))]
 

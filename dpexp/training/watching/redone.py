@@ -396,8 +396,8 @@ class Redone:
         return (~self._changed[half]).nonzero().flatten().tolist()
 
     def _unlike(self, a: Tensor, b: Tensor) -> Tensor:
-        """``[b]``: which rows are not equal, up to rounding."""
+        """``[b]``, on the CPU as all that says which rows are whose: which rows are not equal, up to rounding."""
         a, b = a.double().reshape(len(a), -1), b.double().reshape(len(a), -1)
         size = a.abs().nan_to_num(posinf=0.0)
         allowed = ROUNDING[bits_of(self.tape.held.values())][1] * torch.maximum(size, 1e-3 * size.amax(0))
-        return ~((a - b).abs().le(allowed) | (a == b) | (a.isnan() & b.isnan())).all(1)
+        return ~((a - b).abs().le(allowed) | (a == b) | (a.isnan() & b.isnan())).all(1).cpu()
