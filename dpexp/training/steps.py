@@ -314,7 +314,7 @@ class Steps:
                     "leave them to the engine (clip_norm, target_quantile)"
                 )
             report = self.clipper.backward(losses, clip_scales, loss_scale=self.loss_scale)
-            refuse_counted(self.clipper)
+            refuse_counted(self.clipper.counted)
             return report
         if len(losses):
             weight = 0.0 if self._lent else self.loss_scale
