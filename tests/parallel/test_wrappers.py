@@ -336,6 +336,15 @@ def alone_with_shards(ranks: Ranks, folder: Path) -> dict[str, str]:
 
     told["the weights were changed in the middle of a batch"] = told_by(lambda: with_each_piece(follow))
     told["was written to in the middle of a batch"] = told_by(lambda: with_each_piece(enlarge))
+
+    def evaluated_alone() -> None:
+        model = shard(made(CASE))
+        with engine_of(folder / "evaluated", model) as engine:
+            for batch in engine.batches(physical_batch_size=64):
+                if engine.step(losses(CASE, model, batch)) and not ranks.writes:
+                    losses(CASE, model, batch)
+
+    told["rank 1 has come to the sharded model, and rank 0 to a step"] = told_by(evaluated_alone)
     told["(physical_batch_size) of rank 1 differs"] = told_by(pieces_of_two_sizes)
     told["rank 1 has come to a step, and rank 0 to save()"] = told_by(saved_alone)
     return told

@@ -40,8 +40,8 @@ class OneAtATime:
         if os.getpid() != self._process:
             # whose messages to other ranks nobody hears, and for whose threads torch would wait
             raise UserError(
-                "this process was forked after PrivacyEngine(...), and a run belongs to the process that has begun it: fork first, "
-                "and make the engine where the loop is"
+                "this process was forked after PrivacyEngine(...), and a run belongs to the process that began it: fork first, "
+                "then make the engine where the loop is"
             )
         if not self._lock.acquire(blocking=False):
             raise UserError(
