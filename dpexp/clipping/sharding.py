@@ -29,7 +29,7 @@ from torch.distributed._composable.contract import _get_registry
 
 from dpexp.clipping.compiling import cut
 from dpexp.errors import UserError
-from dpexp.parallel import ALONE, current
+from dpexp.parallel import current
 from dpexp.parallel.ranks import said_who_is_gone
 from dpexp.torch_versions import check_fully_shard
 
@@ -143,8 +143,6 @@ class Shards:
         self.reduced: set[int] = set()
         mesh: Any = next(iter(trained.values()))
         self.mesh = mesh.device_mesh
-        # who of them does something else meanwhile is told so
-        self.ranks = current() if self.mesh.size() == dist.get_world_size() else ALONE
         self.root.set_manual_backward_finalization(True)
         # the modules that were gathered for forwards since the last pass
         self.way: list[int] = []
@@ -191,8 +189,9 @@ class Shards:
         """In the first passes, tell the other ranks what comes next here."""
         if self.passes >= WATCHED_PASSES:
             return
-        if self.ranks.several:
-            self._refuse_ways(len(set(self.ranks.gather_for("the sharded model", place))) > 1)
+        if self.mesh.size() == current().size:
+            # who does something else meanwhile is told so
+            self._refuse_ways(len(set(current().gather_for("the sharded model", place))) > 1)
             return
         most, least = self._most([place, -place])
         self._refuse_ways(most != -least)
