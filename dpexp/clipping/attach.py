@@ -315,6 +315,7 @@ class Clipper(AnyClipper):
 
     def new_batch(self) -> None:
         """Tell that another batch begins; see `AnyClipper.new_batch`."""
+        super().new_batch()
         self._backend.new_batch()
 
     def may_begin_again(self) -> None:

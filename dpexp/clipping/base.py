@@ -119,7 +119,7 @@ class AnyClipper(ABC):
 
     @property
     def counted(self) -> str:
-        """What of the model goes by how often it was called, in words, as far as a look has shown; "" if nothing does.
+        """What of the model goes by how often it was called, in words, as far as a look at this batch has shown; "" if nothing.
 
         Harmless where each step calls it equally often, and not where the pieces of a step follow from who was drawn.
         """
@@ -169,6 +169,7 @@ class AnyClipper(ABC):
 
     def new_batch(self) -> None:
         """Tell that another batch begins: losses of an earlier forward are then refused, where forwards are followed."""
+        self._independence.counted = ""
 
     def may_begin_again(self) -> None:
         """Tell that the caller begins a step again on a `LateError`: rows that a model picks are then proven at less cost."""

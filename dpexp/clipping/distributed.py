@@ -127,12 +127,17 @@ def check_reducer(reducer: DistributedDataParallel | None, params: dict[str, nn.
             )
 
 
-@contextmanager
-def silent(wrappers: Sequence[DistributedDataParallel]) -> Iterator[None]:
+def silence(wrappers: Sequence[DistributedDataParallel]) -> None:
     """Keep wrappers from adding up gradients or copying buffers, and so from waiting for ranks that go forward less often."""
-    before = [(w.require_backward_grad_sync, w.require_forward_param_sync) for w in wrappers]
     for wrapper in wrappers:
         wrapper.require_backward_grad_sync = wrapper.require_forward_param_sync = False
+
+
+@contextmanager
+def silent(wrappers: Sequence[DistributedDataParallel]) -> Iterator[None]:
+    """Inside, they are silent, see `silence`."""
+    before = [(w.require_backward_grad_sync, w.require_forward_param_sync) for w in wrappers]
+    silence(wrappers)
     try:
         yield
     finally:

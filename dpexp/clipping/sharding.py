@@ -29,6 +29,7 @@ from torch.distributed._composable.contract import _get_registry
 
 from dpexp.clipping.compiling import uncompiled
 from dpexp.errors import UserError
+from dpexp.parallel import current
 from dpexp.parallel.ranks import said_who_is_gone
 from dpexp.torch_versions import check_fully_shard
 
@@ -186,9 +187,14 @@ class Shards:
 
     def _meet(self, place: int) -> None:
         """In the first passes, tell the other ranks what comes next here."""
-        if self.passes < WATCHED_PASSES:
-            most, least = self._most([place, -place])
-            self._refuse_ways(most != -least)
+        if self.passes >= WATCHED_PASSES:
+            return
+        if self.mesh.size() == current().size:
+            # who does something else meanwhile is told so
+            self._refuse_ways(len(set(current().gather_for("the sharded model", place))) > 1)
+            return
+        most, least = self._most([place, -place])
+        self._refuse_ways(most != -least)
 
     def _refuse_ways(self, apart: bool) -> None:
         if apart:

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from dpexp.clipping import Clipper
-from dpexp.clipping.base import AnyClipper
 from dpexp.errors import UserError
 from dpexp.parallel import Ranks
 from dpexp.parallel.shards import is_sharded
@@ -51,11 +50,15 @@ def refuse_narrow(parameters: Sequence[Tensor], clipper: Any) -> None:
     )
 
 
-def refuse_counted(clipper: AnyClipper) -> None:
-    """Refuse a model that goes by how often it was called: once for each physical batch, and their number is private."""
-    if clipper.counted:
+def refuse_counted(counted: str) -> None:
+    """Refuse a model that goes by how often it was called: once for each physical batch, and their number is private.
+
+    Args:
+        counted: what of it does, see `AnyClipper.counted`.
+    """
+    if counted:
         raise UserError(
-            f"{clipper.counted} goes by how often the model was called (a counter, a temperature that falls, a teacher that "
+            f"{counted} goes by how often the model was called (a counter, a temperature that falls, a teacher that "
             "follows, the power iteration of a spectral norm). A step calls it once for each physical batch, and how many of "
             "these there are follows from who was drawn: no noise covers that. Let it go by the number of steps, which is "
             "public: a loop moves it on where engine.step(losses) returns True, and leaves it alone in between (eval() of that "

@@ -30,6 +30,7 @@ from dpexp.training import state
 from dpexp.training.clippers import choice_of, groups_of
 from dpexp.training.loop import Trainer
 from dpexp.training.progress import Progress
+from dpexp.training.refusals import refuse_counted
 from dpexp.training.release import Release
 from dpexp.training.steps import Steps
 
@@ -73,12 +74,16 @@ class StageSteps(Steps):
     mine: Tensor | None = None
     found: list[Report] | None = None
     counts_losses = False
+    # what of this stage goes by how often it was called, in words
+    counted = ""
 
     def add(self, losses: Tensor) -> bool:
         """Add what the schedule has found for a piece, or an empty one, and with the last one take the step."""
         reports, self.found = self.found, None
         if reports is None:
             return super().add(losses)
+        if self.clipper is not None:
+            self.counted = self.counted or self.clipper.counted
         part = self._no_sums()
         seen = losses if self.counts_losses else losses[:0]
         part.add(seen, self._whole(reports), self.policy)
@@ -91,6 +96,12 @@ class StageSteps(Steps):
         self.piece = None
         self._left -= 1
         return not self._left and self._take()
+
+    def _take(self) -> bool:
+        counted, self.counted = self.counted, ""
+        # a stage that ended alone would leave the others waiting
+        refuse_counted(next(filter(None, self.ranks.gather_for(f"step {self.taken}", counted)), ""))
+        return super()._take()
 
     def _whole(self, reports: list[Report]) -> Report | None:
         clipper: Any = self.clipper

@@ -67,6 +67,8 @@ class Steps:
         data: what examples are read from.
         ranks: the processes that take the steps together. Each computes its share of every logical batch; the sums are added
             up over ranks once, behind the last piece, and every rank then adds the same noise to the same sum.
+        shown: whether every step has a piece on every rank, if only of one example without weight: a loop of a person's own does
+            something with each step, and how many of them it has seen may not follow from who was drawn.
 
     Raises:
         UserError: there are several processes, and `ranks` does not know of them. Each would draw the same batch, and the sum
@@ -91,6 +93,7 @@ class Steps:
         on_taken: Callable[[], None] | None = None,
         data: Any = None,
         ranks: Ranks = ALONE,
+        shown: bool = False,
     ):
         if not ranks.several:
             refuse_processes()
@@ -105,7 +108,7 @@ class Steps:
         self.optimizer, self.sampler, self.key = optimizer, sampler, key
         self.expected_batch, self.policy, self.release = expected_batch, policy, release
         self.decisions, self.loss_scale, self.clip_scales = decisions, loss_scale, clip_scales
-        self.on_taken, self.search, self.data = on_taken, search, data
+        self.on_taken, self.search, self.data, self.shown = on_taken, search, data, shown
         self._generators: list[generators.Generator] = []
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.device = self.parameters[0].device
@@ -168,7 +171,8 @@ class Steps:
     ) -> Iterator[np.ndarray]:
         """Yield the physical batches of the next step until it is taken; `add` is called once for each.
 
-        The step is taken within the last `add`. An empty batch yields nothing and is a step like any other, taken here.
+        The step is taken within the last `add`. An empty batch yields nothing and is a step like any other, taken here, unless
+        every step is `shown`.
         A step that turns out to be another computation than the one that is charged begins again, with a fresh sample.
         Whoever stops in the middle has released nothing: the next call begins the same step again.
 
@@ -237,11 +241,14 @@ class Steps:
         if self.clipper is not None:
             self.clipper.prepare(stream(self.key, "projections", step, attempt), self._public)
         self._drawn = pieces
+        count = max(len(pieces), int(self.shown))
         if self.sharded and len(drawn):
-            # of rank 0, whose share is the largest; an example of the batch, without weight, fills the gap
+            # of rank 0, whose share is the largest
             most = -(-len(drawn) // self.ranks.size)
-            self.borrowed = -(-most // size) - len(pieces)
-            pieces += [drawn[:1]] * self.borrowed
+            count = -(-most // size)
+        # an example of the batch, or any where it is empty, fills the gap without weight
+        self.borrowed = count - len(pieces)
+        pieces += [drawn[:1] if len(drawn) else np.zeros(1, np.int64)] * self.borrowed
         self._left = max(1, len(pieces))
         return pieces
 
@@ -314,7 +321,7 @@ class Steps:
                     "leave them to the engine (clip_norm, target_quantile)"
                 )
             report = self.clipper.backward(losses, clip_scales, loss_scale=self.loss_scale)
-            refuse_counted(self.clipper)
+            refuse_counted(self.clipper.counted)
             return report
         if len(losses):
             weight = 0.0 if self._lent else self.loss_scale

@@ -48,6 +48,31 @@ def wrapped(model):
     return DistributedDataParallel(model, find_unused_parameters=True)
 
 
+def moved_with_each_step(ranks: Ranks, folder: Path) -> tuple[int, list[float]]:
+    case = Case("mlp")
+    model = made(case)
+    teacher = made(case).requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    settings = dict(batch_size=1, steps=8, noise_multiplier=1.0, delta=1e-3, noise_seed=11)
+    seen = 0
+    with PrivacyEngine(model, optimizer, dataset("mlp"), folder=folder, **settings) as engine:
+        for batch in engine.batches():
+            if engine.step(losses(case, model, batch)):
+                seen += 1
+                schedule.step()
+                for old, new in zip(teacher.parameters(), model.parameters(), strict=True):
+                    old.data.lerp_(new.data, 0.1)
+    return seen, [float(p.norm()) for p in teacher.parameters()]
+
+
+def test_a_rank_without_examples_sees_the_step_too(tmp_path: Path):
+    """Else what a loop does with each step would be done less often there: how often follows from who was drawn."""
+    first, second = run_ranks(2, tmp_path, moved_with_each_step, tmp_path / "run")
+    assert first == second
+    assert first[0] == 8
+
+
 def found_by(ranks: Ranks, folder: Path, cases: list[Case]):
     results = []
     for number, case in enumerate(cases):

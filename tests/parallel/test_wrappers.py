@@ -244,6 +244,10 @@ def whole_models(ranks: Ranks, folder: Path) -> tuple[dict[str, str], dict[str, 
             lambda: engine_of(folder / "apart", nn.Sequential(nn.Linear(10, 3 + ranks.rank)))
         ),
     }
+    with (wrapped := with_buffer(made(CASE))).no_sync():
+        engine = engine_of(folder / "unsynchronised", wrapped)
+    with engine:
+        trained(engine, wrapped, size=1)
     found = run(CASE, folder / "held", Holder, ranks=ranks.size)
     found["weights"] = {name.replace("inner.module.", ""): w for name, w in found["weights"].items()}
     model = made(CASE)
@@ -310,6 +314,37 @@ def alone_with_shards(ranks: Ranks, folder: Path) -> dict[str, str]:
                 if engine.step(losses(CASE, model, batch)) and ranks.writes:
                     engine.save()
 
+    def with_each_piece(change: Callable[[nn.Module], None]) -> None:
+        model = made(CASE)
+        model.register_module("teacher", nn.Linear(10, 3).requires_grad_(False))
+        model.forward = lambda x: nn.Sequential.forward(model[:5], x) - model.teacher(x)
+        shard(model)
+        with engine_of(folder / change.__name__, model) as engine:
+            for batch in engine.batches(physical_batch_size=2):
+                engine.step(losses(CASE, model, batch))
+                change(model)
+
+    @torch.no_grad()
+    def follow(model: nn.Module) -> None:
+        model.teacher.weight.mul_(0.9)
+
+    @torch.no_grad()
+    def enlarge(model: nn.Module) -> None:
+        for p in model.parameters():
+            if p.grad is not None:
+                p.grad.to_local().mul_(2)
+
+    told["the weights were changed in the middle of a batch"] = told_by(lambda: with_each_piece(follow))
+    told["was written to in the middle of a batch"] = told_by(lambda: with_each_piece(enlarge))
+
+    def evaluated_alone() -> None:
+        model = shard(made(CASE))
+        with engine_of(folder / "evaluated", model) as engine:
+            for batch in engine.batches(physical_batch_size=64):
+                if engine.step(losses(CASE, model, batch)) and not ranks.writes:
+                    losses(CASE, model, batch)
+
+    told["rank 1 has come to the sharded model, and rank 0 to a step"] = told_by(evaluated_alone)
     told["(physical_batch_size) of rank 1 differs"] = told_by(pieces_of_two_sizes)
     told["rank 1 has come to a step, and rank 0 to save()"] = told_by(saved_alone)
     return told

@@ -17,6 +17,7 @@ from dpexp.errors import UserError
 from dpexp.parallel import ALONE, Ranks
 from dpexp.parallel.shards import is_sharded
 from dpexp.pipeline.clipper import WholeModel
+from dpexp.pipeline.split import keep_stage
 from dpexp.training import learner, release, stages
 from dpexp.training.stages import refuse_unstaged
 from tests.parallel.pool import run_ranks
@@ -266,6 +267,31 @@ def test_tasks_of_ones_own_are_looked_at_before_the_model_is_cut(tmp_path: Path)
         assert "Mixing.losses: " in mixing
         assert "mixes examples" in mixing
         assert "a batch has token_type_ids" in typed
+    assert not list(tmp_path.rglob("ledger.jsonl"))
+
+
+def counting(model: nn.Module, stage: int, stages: int) -> nn.Module:
+    """A stage whose last block, in the second process, counts its calls."""
+    kept = keep_stage(model, stage, stages)
+    if stage == 1:
+        block = next(module for name, module in kept.named_modules() if name.endswith("h.1"))
+        block.register_buffer("calls", torch.zeros(()))
+        block.register_forward_pre_hook(lambda block, given: block.calls.add_(1) and None)
+    return kept
+
+
+def told_of_calls(ranks: Ranks, folder: Path) -> str:
+    stages.keep_stage = counting
+    with pytest.raises(UserError) as caught:
+        trained(ranks, folder, [*CASES["flat"], *STAGED])
+    return str(caught.value)
+
+
+def test_a_stage_that_counts_its_calls_is_refused_in_all_processes(tmp_path: Path) -> None:
+    """How many microbatches there are follows from who was drawn; the other stage has seen nothing of it."""
+    (tmp_path / "ranks").mkdir()
+    for told in run_ranks(2, tmp_path / "ranks", told_of_calls, tmp_path / "run"):
+        assert "'calls' of transformer.h.1 (GPT2Block) goes by how often the model was called" in told
     assert not list(tmp_path.rglob("ledger.jsonl"))
 
 

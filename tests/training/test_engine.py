@@ -14,9 +14,11 @@ from torch import nn
 from dpexp.errors import UserError
 from dpexp.privacy.shown import upwards
 from dpexp.privacy.tuning import tuned_epsilons
+from dpexp.training import release
 from dpexp.training.watching.collating import padding_token
 from tests.training.own_loop import (
     adam_of,
+    data,
     flat,
     losses_of,
     make,
@@ -61,18 +63,25 @@ def test_epochs_are_steps_of_the_expected_size(tmp_path):
     assert make(tmp_path, steps=None, epochs=2).steps == 6
 
 
-def test_empty_batches_are_steps_that_the_loop_does_not_see(tmp_path):
-    model = network()
+def test_each_step_is_seen_once_and_what_stands_in_an_empty_batch_adds_nothing(tmp_path, monkeypatch):
+    """How often a loop has moved a teacher, say, would tell how many samples were empty."""
+    sums, add = [], release.add_gaussian_
+
+    def added(tensors, *others, **named):
+        sums.append(sum(float(tensor.abs().sum()) for tensor in tensors))
+        add(tensors, *others, **named)
+
+    monkeypatch.setattr(release, "add_gaussian_", added)
+    model, rows = network(), data()
+    rows.tensors[0][0] = torch.nan
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
-    engine = make(tmp_path, model, optimizer, batch_size=0.2, steps=20, scheduler=scheduler)
+    engine = make(tmp_path, model, optimizer, rows, batch_size=0.2, steps=20, scheduler=scheduler)
     before = flat(engine)
-    seen = 0
-    for batch in engine.batches():
-        seen += 1
-        engine.step(losses_of(engine, batch))
-    assert 0 < seen < 20
+    assert [engine.step(losses_of(engine, batch)) for batch in engine.batches()] == [True] * 20
+    assert 0 < sums.count(0.0) < 20
     assert engine.ledger.steps_charged == engine.steps_taken == scheduler.last_epoch == 20
+    assert np.isfinite(flat(engine)).all()
     assert not np.array_equal(flat(engine), before)
 
 

@@ -1,6 +1,7 @@
 """`PrivacyEngine`: mistakes in the loop are noticed, and nothing of them is released."""
 
 import copy
+import os
 import random
 import shutil
 import threading
@@ -52,9 +53,13 @@ def test_a_step_without_a_batch_is_noticed(tmp_path):
     engine = make(tmp_path)
     batch, loop = first_batch(engine)
     engine.step(losses_of(engine, batch))
-    with pytest.raises(UserError, match="no batch to go with"):
+    with pytest.raises(
+        UserError, match=r"called again for the same batch.*engine.step\(first_losses \+ second_losses\)"
+    ):
         engine.step(losses_of(engine, batch))
     loop.close()
+    with pytest.raises(UserError, match="no batch to go with"):
+        make(tmp_path / "other").step(losses_of(engine, batch))
 
 
 def test_a_checkpoint_that_is_loaded_in_the_middle_of_a_batch_begins_the_step_again(tmp_path):
@@ -604,6 +609,19 @@ def test_two_threads_do_not_take_one_batch(tmp_path):
     loop = engine.batches(collate)
     engine.step(losses_of(engine, next(loop)))
     assert "two threads" in said[0]
+
+
+def test_a_forked_process_takes_no_step(tmp_path):
+    """Both would take the same; of several, the others do not hear it."""
+    loop = make(tmp_path).batches()
+    if not (child := os.fork()):
+        said = ""
+        try:
+            next(loop)
+        except UserError as error:
+            said = str(error)
+        os._exit(0 if "was forked after PrivacyEngine" in said else 1)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_what_lies_where_a_gradient_was_is_none(tmp_path):

@@ -271,9 +271,9 @@ class Independence:
         for look in looks:
             if look.supposed is not None:
                 self._note(SUPPOSED, "")
-        self.counted = next((look.counted for look in looks if look.counted), "")
-        if self.counted:
+        if counted := next((look.counted for look in looks if look.counted), ""):
             # who goes on is looked at again
+            self.counted = counted
             self.looks.pop(mode, None)
         for why in [look.one_way for look in looks if look.one_way]:
             self._note(ONE_WAY, why)

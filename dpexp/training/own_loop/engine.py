@@ -187,8 +187,9 @@ class PrivacyEngine:
     ) -> Iterator[Any]:
         """Yield the physical batches of the steps that are left; `step` is called once for each.
 
-        A logical batch is a Poisson sample, cut into physical batches of at most `physical_batch_size` examples. An empty
-        one yields nothing: its step is taken here. Who leaves the loop in the middle of a logical batch has
+        A logical batch is a Poisson sample, cut into physical batches of at most `physical_batch_size` examples. Where it is
+        empty, or this process has no share of it, one example is yielded that adds nothing: each step is seen once, and what
+        goes by their number is public. Who leaves the loop in the middle of a logical batch has
         released nothing of it, and the next loop begins it again. The random generators of torch, numpy and Python are
         seeded from the run's key for every physical batch, because dropout and random masks must be secret and repeatable.
 

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
 from dpexp.clipping import Clipper
-from dpexp.clipping.distributed import refuse_reducer
+from dpexp.clipping.distributed import refuse_reducer, silence
 from dpexp.clipping.given import check_losses
 from dpexp.errors import UserError
 from dpexp.training.own_loop.arguments import check_numbers
@@ -68,6 +68,8 @@ class OwnLoop:
         self.facts, self.folder = facts, folder
         self.alone = OneAtATime()
         self.closed = False
+        # whether the batch that was given last has had its losses
+        self._served = False
         # whether a step was taken here, and not by an earlier process alone
         self._trained = False
         self._gradients = GradientGuard(model)
@@ -142,12 +144,18 @@ class OwnLoop:
         made = collate_fn, examples, count, batch
         self._watch.begin(batch, count, partial(example_axes, *made), partial(padding_of, *made))
         self.steps.made()
+        self._served = False
         return batch
 
     def step(self, losses: Tensor) -> bool:
         """Check the losses of the present batch and add up its clipped gradients; see `dpexp.PrivacyEngine.step`."""
         self.refuse_closed()
         self._watch.end()
+        if self.steps.piece is None and self._served:
+            raise UserError(
+                "engine.step(losses) was called again for the same batch, and each example counts once: add up what an example "
+                "loses, engine.step(first_losses + second_losses), and call it once for each batch of engine.batches()"
+            )
         if self.steps.piece is None:
             raise UserError(
                 "engine.step(losses) has no batch to go with: call it once for each batch of engine.batches(). After "
@@ -170,6 +178,7 @@ class OwnLoop:
         self._gradients.check()
         self._unmoved.check()
         self.optimizer.check()
+        self._served = True
         taken = self.steps.add(self.units.losses(losses))
         # not where that was cut off (Ctrl-C, out of memory): the sums may hold the batch, and once more would count it twice
         self._gradients.look()
@@ -200,6 +209,8 @@ class OwnLoop:
 
     def refuse_wrappers(self) -> None:
         """Raise `UserError` where a DistributedDataParallel would talk to other ranks by itself."""
+        # an engine that was made under no_sync() was heard again behind it
+        silence(self.wrappers)
         for wrapper in self.wrappers:
             refuse_reducer(wrapper)
 

@@ -123,7 +123,7 @@ class OwnRun:
                 model, self.optimizer,
                 sampler=PoissonSampler(plan.num_examples, plan.sample_rate, key), key=key,
                 expected_batch=plan.expected_batch_size, policy=self.policy, release=release, decisions=decisions,
-                loss_scale=numbers.loss_scale, on_taken=_weakly(self._taken), data=dataset, ranks=ranks,
+                loss_scale=numbers.loss_scale, on_taken=_weakly(self._taken), data=dataset, ranks=ranks, shown=True,
             )  # fmt: skip
             self._tell_of_data()
             self.loop = OwnLoop(

@@ -1,5 +1,6 @@
 """What keeps a person's own loop from moving weights by gradients without noise, or from spoiling a sum half-way."""
 
+import os
 import threading
 import warnings
 from collections.abc import Container, Generator, Iterator, Sequence
@@ -21,17 +22,24 @@ TOUCHED = (
 
 
 class OneAtATime:
-    """Lets in one thread at a time: two that take the same step would count an example twice.
+    """Lets in one thread at a time, of the process that has made it: two that take the same step would count an example twice.
 
     Raises:
-        UserError: another thread is inside.
+        UserError: another thread is inside, or this is a forked process.
     """
 
     def __init__(self) -> None:
+        self._process = os.getpid()
         # a thread that Ctrl-C met on its way out comes in again
         self._lock = threading.RLock()
 
     def __enter__(self) -> None:
+        if os.getpid() != self._process:
+            # whose messages to other ranks nobody hears, and for whose threads torch would wait
+            raise UserError(
+                "this process was forked after PrivacyEngine(...), and a run belongs to the process that began it: fork first, "
+                "then make the engine where the loop is"
+            )
         if not self._lock.acquire(blocking=False):
             raise UserError(
                 "two threads use this PrivacyEngine at once: take batches and call step(losses) in one thread alone"
@@ -192,7 +200,8 @@ class GradientGuard:
             raise UserError(TOUCHED.format(name=name, what=what))
 
     def _present(self) -> list[tuple[int, int] | None]:
-        grads = (p.grad for p in self.parameters.values())
+        # of a sharded one its part here, which has a version of its own
+        grads = (getattr(p.grad, "_local_tensor", p.grad) for p in self.parameters.values())
         return [None if grad is None else (id(grad), grad._version) for grad in grads]
 
 

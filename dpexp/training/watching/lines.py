@@ -232,7 +232,8 @@ def address_of(tensor: Any) -> int:
 
 
 def storage_of(tensor: Tensor) -> int:
-    """Where the numbers of a tensor lie; 0 where it has no place of its own."""
+    """Where the numbers of a tensor lie, of a sharded one its part here; 0 where it has no place of its own."""
+    tensor = getattr(tensor, "_local_tensor", tensor)
     try:
         return tensor.untyped_storage().data_ptr()
     except (NotImplementedError, RuntimeError):

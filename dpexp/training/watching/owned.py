@@ -57,6 +57,8 @@ class Owned:
         self._sums = {
             storage_of(p.grad): (name, p) for name, p in parameters if p.grad is not None and p.grad.numel()
         }
+        # a shard may be empty here
+        self._sums.pop(0, None)
 
     def forget_sums(self) -> None:
         """Let gradients be written to: they are released."""
