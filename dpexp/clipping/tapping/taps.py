@@ -24,7 +24,7 @@ from torch.utils.checkpoint import CheckpointError
 from dpexp.clipping.sharding import Shards
 from dpexp.clipping.tapping.dataflow import DataFlow, Entered, tensors_in
 from dpexp.clipping.tapping.donation import donating, used_again
-from dpexp.clipping.tapping.roots import NodeKey, Roots, node_key
+from dpexp.clipping.tapping.roots import NodeKey, Roots, kind_of, node_key
 from dpexp.clipping.tapping.uses import PLAIN, ForwardPass, Template, Use
 from dpexp.errors import LateError, UserError
 
@@ -299,10 +299,20 @@ class Visit:
 
     @cached_property
     def way(self) -> int:
-        """What tells two ways through the model apart: of the nodes behind the roots, which functions made those in a forward."""
-        made = [range(owner.begun, owner.ended) for owner in self.passes]
-        nodes = [node for node in self.roots.graph() if any(node._sequence_nr() in own for own in made)]
-        return hash(tuple([node.name() for node in nodes]))
+        """What tells two ways through the model apart: the nodes behind the roots.
+
+        Of those in a forward, one by one; of the others, which there are, for losses may be computed one after the other.
+        """
+        made, rows = [(owner.begun, owner.ended) for owner in self.passes], {self.rows, self.num_examples}
+        inside: list[Any] = []
+        outside: set[Any] = set()
+        for node in self.roots.graph():
+            kind, number = kind_of(node, rows), node._sequence_nr()
+            if any(begun <= number < ended for begun, ended in made):
+                inside.append(kind)
+            else:
+                outside.add(kind)
+        return hash((tuple(inside), frozenset(outside)))
 
     # whose the rows of a use are, as far as shapes tell
 
