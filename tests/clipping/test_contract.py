@@ -534,21 +534,37 @@ class Late(nn.Module):
         return self.last(h + 0.5 * h.flip(0) if self.mix else h)
 
 
-class LateAlike(Late):
-    """By the same operations as before."""
+class LateAlong(Late):
+    """By the same operations as before, along another dimension."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.first(x).tanh()
         return self.last(h + 0.5 * h.flip(0 if self.mix else 1))
 
 
+class LateAlike(Late):
+    """By the same operations along the same dimensions as before, with other numbers."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h, one = self.first(x).tanh(), torch.eye(len(x))
+        partner = one.flip(0) if self.mix else one
+        return self.last(h + 0.5 * (h * partner[..., None]).sum(1))
+
+
+@pytest.mark.parametrize("kind", [Late, LateAlong])
 @pytest.mark.parametrize("groups", ["layer", "flat"])
-def test_examples_that_begin_to_mix_later_are_noticed_by_new_operations(groups: str) -> None:
+def test_examples_that_begin_to_mix_later_are_noticed_by_new_operations(
+    groups: str, kind: type[Late]
+) -> None:
     torch.manual_seed(0)
-    model, x = Late(), torch.randn(5, 4)
+    model, x = kind(), torch.randn(5, 4)
+    # no plain switch, which is looked at at once
+    model.mix = []
     clipper = attach(model, groups=groups)
-    clipper.backward(model(x).square().sum(1))
-    model.mix = True
+    # the second step is proven again in any case
+    for _ in range(2):
+        clipper.backward(model(x).square().sum(1))
+    model.mix.append(True)
     model.zero_grad()
     with pytest.raises(UserError, match="earlier steps did not show"):
         clipper.backward(model(x).square().sum(1))

@@ -228,6 +228,37 @@ def test_another_layout_is_seen_in_its_first_batch(turns: list[int], largest: fl
 
 
 @pytest.mark.parametrize("engine", ["auto", "ghost"])
+@pytest.mark.parametrize("length", [2, 3])
+@pytest.mark.parametrize("inside", [True, False])
+def test_another_layout_of_the_same_functions_is_seen(inside: bool, length: int, engine: str) -> None:
+    """What is turned before it has a gradient, and back by a mean of the model's or of its losses, is the same functions."""
+
+    class Pools(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.out = nn.Linear(D, D), nn.Linear(D, C)
+
+        def forward(self, x: Tensor, turned: bool) -> Tensor:
+            x = x.transpose(0, 1) if turned else x
+            h = torch.tanh(self.first(x.reshape(-1, D)))
+            if inside:
+                h = h.view(*x.shape[:2], D).mean(0 if turned else 1)
+            return self.out(h)
+
+    def losses(model: nn.Module, batch: dict[str, Any]) -> Tensor:
+        out, turned = model(**batch), batch["turned"]
+        if inside:
+            return out.pow(2).sum(1)
+        return out.view(length, 3, C).sum((0, 2)) if turned else out.view(3, length, C).sum((1, 2))
+
+    torch.manual_seed(0)
+    batches = [
+        {"x": torch.randn(3, length, D).double(), "turned": t} for t in (False, False, False, True, False)
+    ]
+    exact_in_company(Pools(), batches, engine, losses)
+
+
+@pytest.mark.parametrize("engine", ["auto", "ghost"])
 def test_what_a_longer_batch_shows_is_not_believed_of_an_earlier_length(engine: str) -> None:
     class Squares(nn.Module):
         """Positions first where there are as many as examples."""

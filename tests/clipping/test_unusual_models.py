@@ -617,6 +617,23 @@ def test_nested_tensors_without_a_shape_are_refused_and_jagged_ones_are_exact() 
         torch.testing.assert_close(p.grad, sum(f * g[i] for f, g in zip(factors, alone, strict=True)))
 
 
+def test_nested_tensors_without_a_shape_may_be_taken_apart_inside() -> None:
+    torch.manual_seed(0)
+
+    class Halves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(4, 5), nn.Linear(5, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            rows = torch.nested.as_nested_tensor([row[:2] for row in torch.tanh(self.first(x))])
+            return self.last(torch.stack([row.sum(0) for row in rows.unbind()]))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        exact(Halves(), [{"x": torch.randn(n, 3, 4).double()} for n in (3, 4)], "auto")
+
+
 def test_an_adapter_that_is_merged_into_new_parameters_in_every_forward_is_named() -> None:
     class Attends(nn.Module):
         def __init__(self) -> None:

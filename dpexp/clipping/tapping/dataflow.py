@@ -343,7 +343,8 @@ def _cut_along(name: str, args: Any, kwargs: Any) -> int | None:
     elif name in CUTTING_ALONG:
         # of a single dimension that one
         dim = min(CUTTING_ALONG[name], args[0].dim() - 1)
-    return args[0].shape[dim] if dim in (0, 1) else None
+    # a nested tensor of the strided layout knows its sizes, and has no shape
+    return args[0].size(dim) if dim in (0, 1) else None
 
 
 def _joined(name: str, args: Any, kwargs: Any, tensors: list[Tensor], cut: int | None) -> Sizes | None:

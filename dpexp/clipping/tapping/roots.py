@@ -8,9 +8,9 @@ its losses, so each stage proves its own rows, and the proof of a chain of stage
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
-from functools import reduce
+from functools import lru_cache, reduce
 from typing import Any
 
 import torch
@@ -22,6 +22,8 @@ from dpexp.errors import UserError
 
 # of an output in autograd's graph: the number of the node that made it, and its number there
 NodeKey = tuple[int, int]
+# what a node says of the dimensions along which it goes
+ALONG = ("_saved_dim", "_saved_dim0", "_saved_dim1", "_saved_dims", "_saved_dimension", "_saved_shifts")
 
 
 def node_key(node: Any, output: int) -> NodeKey:
@@ -154,6 +156,23 @@ def nodes_behind(nodes: Iterable[Any], without: Iterable[Any] = ()) -> Iterator[
 def has_16_bits(node: Any) -> bool:
     """Tell whether a number that arrives at a node of an autograd graph has 16 bits, or fewer."""
     return any(meta.dtype.itemsize < 4 for meta in node._input_metadata)
+
+
+def kind_of(node: Any, numbers: Set[int]) -> tuple[Any, ...]:
+    """Return what a node of an autograd graph does to rows: its function, which dimensions of its outputs have one of these
+    numbers of entries, and along which dimensions it goes. What was turned before it had a gradient shows in these alone."""
+    try:
+        shapes = [tuple(map(numbers.__contains__, meta.shape)) for meta in node._input_metadata]
+    except RuntimeError:
+        # a nested tensor of the strided layout has no shape
+        shapes = []
+    return node.name(), *shapes, *[getattr(node, name) for name in _dimensions(node.__class__)]
+
+
+@lru_cache(1024)
+def _dimensions(kind: type) -> tuple[str, ...]:
+    """Which attributes of a node name dimensions."""
+    return tuple(name for name in ALONG if hasattr(kind, name))
 
 
 def _leaves(inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -26,7 +26,7 @@ from dpexp.clipping.tapping.donation import donating, used_again
 from dpexp.clipping.tapping.forwards import Entered, ForwardPass, tensors_in
 from dpexp.clipping.tapping.messages import EARLIER, NESTED, OTHERWISE, OUTSIDE, TORCH_SAYS
 from dpexp.clipping.tapping.node import BY_TAP, Tap
-from dpexp.clipping.tapping.roots import NodeKey, Roots, node_key
+from dpexp.clipping.tapping.roots import NodeKey, Roots, kind_of, node_key
 from dpexp.clipping.tapping.uses import Template, Use
 from dpexp.errors import LateError, UserError
 
@@ -264,10 +264,20 @@ class Visit:
 
     @cached_property
     def way(self) -> int:
-        """What tells two ways through the model apart: of the nodes behind the roots, which functions made those in a forward."""
-        made = [range(owner.begun, owner.ended) for owner in self.passes]
-        nodes = [node for node in self.roots.graph() if any(node._sequence_nr() in own for own in made)]
-        return hash(tuple([node.name() for node in nodes]))
+        """What tells two ways through the model apart: the nodes behind the roots.
+
+        Of those in a forward, one by one; of the others, which there are, for losses may be computed one after the other.
+        """
+        made, rows = [(owner.begun, owner.ended) for owner in self.passes], {self.rows, self.num_examples}
+        inside: list[Any] = []
+        outside: set[Any] = set()
+        for node in self.roots.graph():
+            kind, number = kind_of(node, rows), node._sequence_nr()
+            if any(begun <= number < ended for begun, ended in made):
+                inside.append(kind)
+            else:
+                outside.add(kind)
+        return hash((tuple(inside), frozenset(outside)))
 
     # whose the rows of a use are, as far as shapes tell
 
