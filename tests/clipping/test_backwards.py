@@ -84,6 +84,7 @@ MIXED: dict[str, Callable[[], nn.Module]] = {
     "gate": lambda: Net(lambda h: Back.apply(h, lambda x, g: torch.where(x > x.mean(0), g, 0.0))),
     "hook": lambda: Net(lambda h: hooked(h, lambda x, g: g * x.std())),
     "step size": lambda: Net(StepSize(of_batch=True)),
+    "none in few rows": lambda: Net(lambda h: h if len(h) > B // 2 else h.detach()),
     "opposite": lambda: nn.Sequential(nn.Linear(D, D, bias=False), Between(opposite)),
 }
 APART: dict[str, Callable[[], nn.Module]] = {

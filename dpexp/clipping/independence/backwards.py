@@ -79,14 +79,14 @@ class Backwards:
 
     def _unlike(self, before: Folded, here: Folded) -> str:
         """The name of the first gradient that differs."""
-        sizes = [{name: float(g.norm()) for name, g in folded.items()} for folded in (before, here)]
-        largest = max(sizes[0].values(), default=0.0)
-        for name in self._names:
-            if name in before and name in here:
-                # beside a much larger gradient, a small one is rounding
-                size = max(sizes[0][name], sizes[1][name], 1e-3 * largest)
-                if float((before[name] - here[name]).norm()) > DIFFERENCE[self._comparison.bits] * size:
-                    return name
+        largest = max((float(gradient.norm()) for gradient in before.values()), default=0.0)
+        for name in [name for name in self._names if name in before or name in here]:
+            # a parameter that is not reached has a gradient of zero: its expert has no row in one of them, say
+            a, b = (found.get(name, torch.zeros(())) for found in (before, here))
+            # beside a much larger gradient, a small one is rounding
+            size = max(float(a.norm()), float(b.norm()), 1e-3 * largest)
+            if float((a - b).norm()) > DIFFERENCE[self._comparison.bits] * size:
+                return name
         return ""
 
 
