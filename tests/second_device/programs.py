@@ -4,7 +4,6 @@ JSON object: name of a check -> "" or what was wrong."""
 from __future__ import annotations
 
 import json
-import logging
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -24,6 +23,8 @@ from tests.second_device.device import NAME, register
 from tests.training.own_loop import data, make, network, noise_by_number
 from tests.training.tiny import make_trainer, tiny_run, train
 
+# of a model, and the notes on its card
+Weights = tuple[list[Tensor], list[str]]
 CPU = torch.device("cpu")
 MODELS = (
     "mlp", "linear_any_rank", "frozen_parts", "convolutions", "reused_module", "bare_parameters", "flattened_time_major",
@@ -45,7 +46,9 @@ def clipped(name: str, groups: str, device: torch.device) -> list[Tensor]:
     return [*norms, *(p.grad.cpu() for p in model.parameters() if p.grad is not None)]
 
 
-def own_loop(folder: Path, device: torch.device, losses_of: Callable[..., Tensor], **settings: Any) -> tuple:
+def own_loop(
+    folder: Path, device: torch.device, losses_of: Callable[..., Tensor], **settings: Any
+) -> Weights:
     """The weights after a loop of one's own, which is interrupted once, and what its card notes."""
     with pytest.MonkeyPatch.context() as patch:
         noise_by_number(patch)()
@@ -160,7 +163,6 @@ def refused(folder: Path, device: torch.device, losses_of: Callable[..., Tensor]
 def main(library: str, folder: str) -> None:
     """Try everything."""
     device = register(Path(library))
-    logging.getLogger("dpexp.errors").setLevel(logging.DEBUG)
     found = {}
     for name, tried in checks(Path(folder), device):
         try:
