@@ -159,15 +159,15 @@ def loop_sampler(run: RunConfig, task: Task, key: bytes) -> Any:
 
 @contextmanager
 def _watched(trainer: loop.Trainer, frozen: Trace | None) -> Iterator[tuple[list[Seen], list[int]]]:
-    release, model, stepper = trainer.stepper.release, trainer.model, trainer.stepper
+    release, model, seeding = trainer.stepper.release, trainer.model, trainer.stepper.seeds
     assert release is not None
     seen: list[Seen] = []
     updates = [0]
-    charge, add_noise, seed = release.charge, release.add_noise, stepper.seed
+    charge, add_noise, seed = release.charge, release.add_noise, seeding.begin
     seeds: list[str] = []
 
-    def seeded(step: int, number: int) -> None:
-        seed(step, number)
+    def seeded(step: int, attempt: int, number: int) -> None:
+        seed(step, attempt, number)
         seeds.append(hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest())
 
     def charged(step: int, attempt: int, facts: dict[str, Any], counts: Tensor) -> bool:
@@ -196,7 +196,7 @@ def _watched(trainer: loop.Trainer, frozen: Trace | None) -> Iterator[tuple[list
             rest["thresholds"] = release.clipper.thresholds.tolist()
         seeds.clear()
 
-    stepper.seed, release.charge, release.add_noise = seeded, charged, noised  # type: ignore[method-assign]
+    seeding.begin, release.charge, release.add_noise = seeded, charged, noised  # type: ignore[method-assign]
     handle = trainer.optimizer.register_step_post_hook(stepped)
     try:
         yield seen, updates

@@ -273,7 +273,7 @@ class Learner:
         """`[b]` losses of training examples, as the present step sees them."""
         batch = self.on_device(self.task.collate([self.task.train[int(i)] for i in piece]))
         batch = self.task.augmented(batch, piece, self.run.seed, self.step)
-        self.stepper.made()
+        self.stepper.seeds.made()
         if isinstance(self.clipper, LocalClipper):
             return self.clipper.see(self.on_device(batch))
         return self.losses(batch)

@@ -103,7 +103,7 @@ class Trainer(Learner):
         Raises:
             UserError: the weights are no numbers any more; the checkpoint before stays.
         """
-        self.stepper.refuse_other_weights()
+        self.stepper.together.refuse_other_weights(self.stepper.taken)
         tensors, optimizer = self.states()
         here = [part_here(tensor)[0] for tensor in tensors.values()]
         if broken := max(self.ranks.gather(sum(not bool(torch.isfinite(part).all()) for part in here))):

@@ -145,8 +145,8 @@ class StageTrainer(Trainer):
         super().__init__(run, task, bundle, plan, ranks=ranks, **others)
         steps = self.stepper
         assert isinstance(steps, StageSteps)
-        steps.replicas, steps.counts_losses = self.twins, self.stage == self.stages - 1
-        steps.lockstep = True
+        steps.together.replicas, steps.together.lockstep = self.twins, True
+        steps.counts_losses = self.stage == self.stages - 1
         clipper: Any = self.clipper
         if clipper is not None:
             steps.mine = torch.zeros(len(clipper.groups), dtype=torch.bool)
@@ -196,7 +196,7 @@ class StageTrainer(Trainer):
         """Send a piece through the stages and back; the losses are those of the last stage."""
         batch = self.task.collate([self.task.train[int(i)] for i in piece])
         batch = self.task.augmented(batch, piece, self.run.seed, self.step)
-        self.stepper.made()
+        self.stepper.seeds.made()
         steps = self.stepper
         assert isinstance(steps, StageSteps)
         losses, steps.found = self.pipeline.run(batch, self.run.runtime.microbatch, steps.scales_of(piece))

@@ -16,7 +16,6 @@ sample and fresh noise, and charged again.
 
 import hmac
 import math
-import random
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -28,23 +27,21 @@ from dpexp.clipping import Report
 from dpexp.clipping.base import AnyClipper, Rows
 from dpexp.clipping.methods.microbatches import MicrobatchClipper
 from dpexp.clipping.methods.whole import VectorClipper
-from dpexp.clipping.survey.layouts import due
 from dpexp.clipping.thresholds import FixedThresholds
 from dpexp.errors import LateError, UserError
 from dpexp.parallel import ALONE, Ranks
-from dpexp.parallel.shards import is_sharded
 from dpexp.privacy.fingerprint import checksum
-from dpexp.privacy.noise import seed_torch
 from dpexp.privacy.sampling import stream
 from dpexp.privacy.sensitivity import noisy_fractions, noisy_means
-from dpexp.training import generators
 from dpexp.training.batching import Sampler, microbatches, physical_batches
 from dpexp.training.decisions import Decisions
-from dpexp.training.refusals import refuse_counted, refuse_narrow, refuse_processes, refuse_shards
+from dpexp.training.refusals import refuse_counted, refuse_narrow
 from dpexp.training.release import Release
 from dpexp.training.searches.base import StepSearch
+from dpexp.training.seeding import Seeds
 from dpexp.training.sums import Sums
-from dpexp.training.watching.guards import SeedGuard, few_numbers
+from dpexp.training.together import Together
+from dpexp.training.watching.guards import few_numbers
 
 
 class Steps:
@@ -95,26 +92,22 @@ class Steps:
         ranks: Ranks = ALONE,
         shown: bool = False,
     ):
-        if not ranks.several:
-            refuse_processes()
-        elif search is not None:
+        if ranks.several and search is not None:
             raise UserError(
                 "a line search measures losses of the whole batch, and each of several processes has a share of it: start one "
                 "process, or choose an optimizer without a search"
             )
-        self.ranks = ranks
-        # those among which examples are shared out: all, but where a model is spread over processes
-        self.replicas = ranks
-        self.optimizer, self.sampler, self.key = optimizer, sampler, key
+        self.ranks, self.optimizer, self.sampler, self.key = ranks, optimizer, sampler, key
         self.expected_batch, self.policy, self.release = expected_batch, policy, release
         self.decisions, self.loss_scale, self.clip_scales = decisions, loss_scale, clip_scales
-        self.on_taken, self.search, self.data, self.shown = on_taken, search, data, shown
-        self._generators: list[generators.Generator] = []
+        self.on_taken, self.search, self.shown = on_taken, search, shown
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.device = self.parameters[0].device
         self.public, clipper = public, self.clipper
         if clipper is not None:
             self.parameters += clipper.extra
+        exact = release is not None and release.secure
+        self.together = Together(ranks, self.parameters, exact=exact, private=release is not None)
         # weights of 16 bits, whose sums have 32 until the noise is in them
         self.narrow = [p for p in self.parameters if p.dtype.itemsize < 4] if release is not None else []
         if self.narrow:
@@ -130,25 +123,16 @@ class Steps:
         self._thresholds: Tensor | None = None
         self.piece: np.ndarray | None = None
         self._facts: dict[str, Any] = {}
-        # gathering shards takes all ranks at once: they go through the model equally often
-        self.sharded = ranks.several and any(map(is_sharded, self.parameters))
-        if self.sharded:
-            refuse_shards(ranks, self.parameters, exact=release is not None and release.secure)
-        # whether ranks meet within a piece already
-        self.lockstep = self.sharded
-        if clipper is not None and not self.lockstep:
+        if clipper is not None and not self.together.lockstep:
             clipper.may_begin_again()
         self.borrowed = 0
         self._lent = False
-        self._told: tuple[Mapping[str, Any], dict[str, Any]] | None = None
         # pieces that are still to be added; and how many there were when the step last had to begin again
         self._left, self._stuck = 0, math.inf
         self._drawn: list[np.ndarray] = []
         # keyed, of all examples of the present step
         self._sample = ""
-        # the present piece of all ranks' pieces
-        self._number = 0
-        self._seeds = SeedGuard(self.device)
+        self.seeds = Seeds(self.device, key, data)
 
     @property
     def clipper(self) -> AnyClipper | None:
@@ -184,7 +168,7 @@ class Steps:
         step = self.taken
         self.attempt, self._stuck = 0, math.inf
         if self.release is not None:
-            self._facts = {**self._of_all_ranks(facts), "step": step, "noise": self.release.noise(step)}
+            self._facts = {**self.together.facts(facts), "step": step, "noise": self.release.noise(step)}
             self._facts["weights"] = self._weights()
             if self.search is not None:
                 self._facts["search"] = self.search.facts()
@@ -192,8 +176,7 @@ class Steps:
         while self.taken == step:
             pieces = self.begin(step, self.attempt, size, length)
             for number, piece in enumerate(pieces):
-                self._number = number * self.ranks.size + self.ranks.rank
-                self.seed(step, self._number)
+                self.seeds.begin(step, self.attempt, number * self.ranks.size + self.ranks.rank)
                 if self.clipper is not None:
                     self.clipper.new_batch()
                 self.piece, self._lent = piece, number >= len(pieces) - self.borrowed
@@ -224,25 +207,26 @@ class Steps:
                 )
             self.expected_batch = self.release.plan.rate(step) * self.release.plan.num_examples
         drawn = self.sampler.draw(step, attempt)
-        self._generators = generators.of(self.data)
+        self.seeds.find()
         cut: list[np.ndarray] = []
+        replicas = self.together.replicas
         if isinstance(self.clipper, MicrobatchClipper) and self.release is not None:
             count = max(1, round(self.expected_batch / self.clipper.size))
             seed = stream(self.key, "microbatches", step, attempt)
             cut = microbatches(drawn, self.release.plan.num_examples, count, seed)
-            pieces = cut[self.replicas.rank :: self.replicas.size]
+            pieces = cut[replicas.rank :: replicas.size]
         else:
-            pieces = physical_batches(drawn, length, size, self.replicas.rank, self.replicas.size)
+            pieces = physical_batches(drawn, length, size, replicas.rank, replicas.size)
         whole = b"/".join(part.tobytes() for part in (drawn, *cut))
         self._sample = hmac.digest(self.key, whole, "sha256").hex()[:16]
-        if self.lockstep:
+        if self.together.lockstep:
             # what comes next waits for all without a word
             self.ranks.agree("a step", {"number": step, "physical_batch_size": size, "sample": self._sample})
         if self.clipper is not None:
             self.clipper.prepare(stream(self.key, "projections", step, attempt), self._public)
         self._drawn = pieces
         count = max(len(pieces), int(self.shown))
-        if self.sharded and len(drawn):
+        if self.together.sharded and len(drawn):
             # of rank 0, whose share is the largest
             most = -(-len(drawn) // self.ranks.size)
             count = -(-most // size)
@@ -252,33 +236,10 @@ class Steps:
         self._left = max(1, len(pieces))
         return pieces
 
-    def seed(self, step: int, number: int) -> None:
-        """Seed what a physical batch draws: dropout, masks of a collate function, and what generators of the data itself give.
-
-        These draw by place in the batch, and one more example moves the places of the others. In public that would let
-        it move the sum by more than its own share; in secret all places are alike (docs/privacy.md). The seed depends on
-        key, step, attempt and piece alone, so that resuming needs no state.
-        """
-        self._seed(f"dropout {number}", step)
-        for place, generator in enumerate(self._generators):
-            generators.seed(generator, stream(self.key, f"data {number} {place}", step, self.attempt))
-
-    def made(self) -> None:
-        """Seed again where the batch of the present piece is made, and making it has seeded: a data set does so by its rows."""
-        if self._seeds.seeded:
-            self._seed(f"forward {self._number}", self.taken)
-
     def check_seeds(self) -> None:
-        """Raise `UserError` where the losses of the present piece have drawn from another seed; see `SeedGuard`."""
+        """Raise `UserError` where the losses of the present piece have drawn from another seed than the engine's."""
         if self.release is not None:
-            self._seeds.check()
-
-    def _seed(self, name: str, step: int) -> None:
-        seed = stream(self.key, name, step, self.attempt)
-        seed_torch(seed)
-        random.seed(seed)
-        np.random.seed([seed & 0xFFFFFFFF, seed >> 32])
-        self._seeds.look()
+            self.seeds.check()
 
     def add(self, losses: Tensor) -> bool:
         """Add a physical batch to the sums, and with the last one take the step.
@@ -295,7 +256,7 @@ class Steps:
         try:
             report = self.backward(losses, scales)
         except LateError:
-            if self.lockstep or self._left >= self._stuck:
+            if self.together.lockstep or self._left >= self._stuck:
                 raise
             # nothing of the step has left, and what was not known is: it begins again
             self._stuck, self._left, self.piece = self._left, 0, None
@@ -345,8 +306,8 @@ class Steps:
     def _take(self) -> bool:
         """Points 3 to 5. False where the sums are not those that this attempt was charged for: nothing is done then."""
         step, counts = self.taken, None
-        self._refuse_ways_apart(step)
-        self._sum_over_ranks()
+        self.together.refuse_ways_apart(step, self._sample, getattr(self._mover, "param_groups", ()))
+        self.together.sum_(self.sums)
         if self.release is None:
             if self.loss_scale != 1.0:
                 torch._foreach_div_(self.gradients, self.loss_scale)
@@ -399,59 +360,6 @@ class Steps:
     def _mover(self) -> Any:
         """The optimiser itself, where something guards it."""
         return getattr(self.optimizer, "optimizer", self.optimizer)
-
-    def _sum_over_ranks(self) -> None:
-        if not self.ranks.several:
-            return
-        if self.release is None and not self.sharded:
-            # a parameter that nobody used stays without a gradient, as in one process
-            used = self.replicas.gather([p.grad is not None for p in self.parameters])
-            for parameter, anywhere in zip(self.parameters, map(any, zip(*used, strict=True)), strict=True):
-                if anywhere and parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-        # else FSDP has added them up
-        if not self.sharded:
-            self.replicas.sum_(self.gradients)
-        self.sums.sum_(self.ranks)
-
-    def _refuse_ways_apart(self, step: int) -> None:
-        """Raise `UserError` where ranks would move by one sum in several ways: from then on they would train several models.
-
-        Or where they have drawn several samples (another version of numpy, another kind of machine): their shares overlap, and
-        an example that is in two of them counts twice.
-        """
-        if not self.ranks.several:
-            return
-        plain = (bool, int, float, str, tuple)
-        ways = {"sample": self._sample} | {
-            f"{name} of group {number} of the optimizer": str(value)
-            for number, group in enumerate(getattr(self._mover, "param_groups", ()))
-            for name, value in group.items()
-            if isinstance(value, plain) or (name != "params" and isinstance(value, Tensor))
-        }
-        self.ranks.agree(f"step {step}", ways)
-        if due(step + 1):
-            self.refuse_other_weights()
-
-    def refuse_other_weights(self) -> None:
-        """Raise `UserError` where whole weights are not those of all replicas: a loop has changed them on some of them alone."""
-        whole = [p for p in self.parameters if not is_sharded(p)]
-        if self.replicas.several and whole:
-            self.replicas.agree(
-                f"the checksum of the weights after step {self.taken} (a loop changes weights on all processes alike, or not at "
-                "all; the machines are of one kind)",
-                checksum(whole).hex(),
-            )
-
-    def _of_all_ranks(self, facts: Mapping[str, Any]) -> Mapping[str, Any]:
-        """How many ranks, and on which machines, decides the order of additions: it makes a step what it is, to the last bit."""
-        if not self.ranks.several:
-            return facts
-        if self._told is None or self._told[0] != facts:
-            # the machines may differ, and what runs on them may not
-            self.ranks.agree("the program", {name: facts.get(name) for name in ("code", "torch", "numpy")})
-            self._told = facts, {"ranks": self.ranks.gather(dict(facts))}
-        return self._told[1]
 
     def _weights(self) -> list[str]:
         """What tells whether a step begins with the weights that it was charged for; noise is in each of their numbers.

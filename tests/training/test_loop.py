@@ -253,7 +253,7 @@ def test_another_attempt_at_a_step_drops_other_units(tmp_path):
     losses = []
     for attempt in (0, 1, 0):
         (piece,) = trainer.stepper.begin(0, attempt, 8)
-        trainer.stepper.seed(0, 0)
+        trainer.stepper.seeds.begin(0, attempt, 0)
         losses.append(trainer.losses_of(piece).sum().item())
     assert losses[0] == losses[2] != losses[1]
 

@@ -47,7 +47,7 @@ class Checkpoints:
         folder = Path(folder or self.folder)
         ranks.agree("save()", self.steps.taken)
         if ranks.several:
-            self.steps.refuse_other_weights()
+            self.steps.together.refuse_other_weights(self.steps.taken)
         ranks.once(lambda: make_folder(folder, "save(folder)"))
         checkpoint = state.Checkpoint(
             step=self.steps.taken,

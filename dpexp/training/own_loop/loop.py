@@ -143,7 +143,7 @@ class OwnLoop:
             self._unmoved.forget()
         made = collate_fn, examples, count, batch
         self._watch.begin(batch, count, partial(example_axes, *made), partial(padding_of, *made))
-        self.steps.made()
+        self.steps.seeds.made()
         self._served = False
         return batch
 

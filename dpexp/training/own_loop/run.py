@@ -157,7 +157,7 @@ class OwnRun:
     def save(self, folder: str | Path | None = None) -> None:
         """Write a checkpoint; see `dpexp.PrivacyEngine.save`."""
         self.loop.refuse_closed()
-        if self.steps.sharded:
+        if self.steps.together.sharded:
             self.checkpoints.save(folder, self.ranks)
         elif self.ranks.writes:
             self.checkpoints.save(folder, ALONE)

@@ -309,43 +309,6 @@ class StepGuard:
         }
 
 
-class SeedGuard:
-    """Notices when anyone but the engine seeds torch's generators between a piece and its losses, and something draws from them.
-
-    Args:
-        device: of the model.
-    """
-
-    def __init__(self, device: torch.device):
-        self._generators = [torch.default_generator]
-        if device.type == "cuda":
-            self._generators.append(torch.cuda.default_generators[device.index or 0])
-        self.look()
-
-    def look(self) -> None:
-        """The generators are now as the engine left them."""
-        self._seeds = [generator.initial_seed() for generator in self._generators]
-
-    @property
-    def seeded(self) -> bool:
-        """Whether one has another seed than at the last look."""
-        return self._seeds != [generator.initial_seed() for generator in self._generators]
-
-    def check(self) -> None:
-        """Raise `UserError` where one has drawn from another seed than the engine's."""
-        for generator, seed in zip(self._generators, self._seeds, strict=True):
-            if (now := generator.initial_seed()) == seed:
-                continue
-            fresh = torch.Generator(generator.device).manual_seed(now)
-            if not torch.equal(fresh.get_state(), generator.get_state()):
-                raise UserError(
-                    f"torch.manual_seed({now}) was called between a batch and its losses, and dropout, or what else draws by the "
-                    "place in the batch, has drawn from it: with numbers that others can know, one example more moves the "
-                    "masks of all behind it, and no noise is for that. Leave it out (the engine seeds every batch, from the "
-                    "run's key, and repeats it after a crash), or call it outside of the loop over batches"
-                )
-
-
 def _rates(groups: Sequence[dict[str, Any]]) -> str:
     """The learning rates that an optimizer was made with, before a scheduler moved them."""
     return ", ".join(f"{float(group.get('initial_lr', group['lr'])):g}" for group in groups if "lr" in group)

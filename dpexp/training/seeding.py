@@ -1,0 +1,81 @@
+"""What a physical batch draws besides its examples follows from the run's key: dropout, masks, what generators of the data give.
+
+These draw by place in the batch, and one more example moves the places of the others. In public that would let it move the sum by
+more than its own share; in secret all places are alike (docs/privacy.md).
+"""
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+from dpexp.errors import UserError
+from dpexp.privacy.noise import seed_torch
+from dpexp.privacy.sampling import stream
+from dpexp.training import generators
+
+
+class Seeds:
+    """Seeds each physical batch, and notices when anyone else seeds torch's generators between a batch and its losses.
+
+    A seed depends on key, step, attempt and number of the batch alone, so that resuming needs no state.
+
+    Args:
+        device: of the model.
+        key: the run's secret.
+        data: what examples are read from; generators in it are seeded, too.
+    """
+
+    def __init__(self, device: torch.device, key: bytes, data: Any = None):
+        self.key, self.data = key, data
+        self._watched = [torch.default_generator]
+        if device.type == "cuda":
+            self._watched.append(torch.cuda.default_generators[device.index or 0])
+        self._of_data: list[generators.Generator] = []
+        # step, attempt, and number of the batch among those of all ranks
+        self._place = 0, 0, 0
+        self._look()
+
+    def find(self) -> None:
+        """Find the generators of the data again: a loop may have given it others."""
+        self._of_data = generators.of(self.data)
+
+    def begin(self, step: int, attempt: int, number: int) -> None:
+        """Seed what a batch draws; it has this number among those that all ranks take in the step."""
+        self._place = step, attempt, number
+        self._seed(f"dropout {number}")
+        for place, generator in enumerate(self._of_data):
+            generators.seed(generator, stream(self.key, f"data {number} {place}", step, attempt))
+
+    def made(self) -> None:
+        """Seed again where the present batch is made, and making it has seeded: a data set does so by its rows."""
+        if self._seeds != self._now():
+            self._seed(f"forward {self._place[2]}")
+
+    def check(self) -> None:
+        """Raise `UserError` where the losses of the present batch have drawn from another seed."""
+        for generator, seed in zip(self._watched, self._seeds, strict=True):
+            if (now := generator.initial_seed()) == seed:
+                continue
+            fresh = torch.Generator(generator.device).manual_seed(now)
+            if not torch.equal(fresh.get_state(), generator.get_state()):
+                raise UserError(
+                    f"torch.manual_seed({now}) was called between a batch and its losses, and dropout, or what else draws by the "
+                    "place in the batch, has drawn from it: with numbers that others can know, one example more moves the "
+                    "masks of all behind it, and no noise is for that. Leave it out (the engine seeds every batch, from the "
+                    "run's key, and repeats it after a crash), or call it outside of the loop over batches"
+                )
+
+    def _seed(self, name: str) -> None:
+        seed = stream(self.key, name, *self._place[:2])
+        seed_torch(seed)
+        random.seed(seed)
+        np.random.seed([seed & 0xFFFFFFFF, seed >> 32])
+        self._look()
+
+    def _look(self) -> None:
+        self._seeds = self._now()
+
+    def _now(self) -> list[int]:
+        return [generator.initial_seed() for generator in self._watched]
