@@ -23,6 +23,7 @@ from dpexp.privacy.sampling import PoissonSampler
 from dpexp.training import release as release_module
 from dpexp.training import sums as sums_module
 from dpexp.training.release import Release
+from dpexp.training.seeding import Seeds
 from dpexp.training.steps import Steps
 
 # what takes the place of a function: (that function, its arguments) -> anything
@@ -257,8 +258,8 @@ def _(f: Any, self: PoissonSampler, step: int, attempt: int = 0) -> np.ndarray:
 defect("samples from a seed that everybody knows", PoissonSampler, "__init__")(
     lambda f, self, n, q, key, *rest: f(self, n, q, b"0" * 32, *rest)
 )
-defect("dropout from a seed that all steps share", Steps, "_seed")(
-    lambda f, self, name, step: f(self, "of all", 0)
+defect("dropout from a seed that all steps share", Seeds, "begin")(
+    lambda f, self, step, attempt, number: f(self, 0, 0, 0)
 )
 
 UNCHARGED = "every other step is not charged"

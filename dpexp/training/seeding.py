@@ -30,8 +30,9 @@ class Seeds:
     def __init__(self, device: torch.device, key: bytes, data: Any = None):
         self.key, self.data = key, data
         self._watched = [torch.default_generator]
-        if device.type == "cuda":
-            self._watched.append(torch.cuda.default_generators[device.index or 0])
+        # of CUDA and XPU; other kinds of devices do not say
+        there = getattr(torch.get_device_module(device), "default_generators", ())
+        self._watched += there[device.index or 0 :][:1]
         self._of_data: list[generators.Generator] = []
         # step, attempt, and number of the batch among those of all ranks
         self._place = 0, 0, 0

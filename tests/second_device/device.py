@@ -68,6 +68,7 @@ def _module() -> Any:
     module._is_in_bad_fork = lambda: False
     module.manual_seed = module.manual_seed_all = torch.ops.second_device.seed
     module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
+    module.default_generators = (torch.ops.second_device.generator(),)
     module.get_rng_state = lambda device=None: torch.ops.second_device.get_state()
     module.set_rng_state = lambda state, device=None: torch.ops.second_device.set_state(state)
     sys.modules[module.__name__] = module
