@@ -286,7 +286,7 @@ TORCH_LIBRARY(second_device, m) {
   m.def("seed", [](int64_t seed) { generator().set_current_seed(static_cast<uint64_t>(seed)); });
   m.def("set_state", [](const Tensor& state) { generator().set_state(state); });
   m.def("get_state() -> Tensor", [] { return generator().get_state(); });
-  m.def("generator() -> Generator", [] { return generator(); });
+  m.def("generator", [] { return generator(); });
 }
 
 // for as long as the process lives
