@@ -28,7 +28,7 @@ from dp_accounting.rdp import RdpAccountant
 from dpexp.errors import UserError
 from dpexp.privacy.events import REPLACE_ONE, Releases, coarsen, neighbouring, releases, without_noise
 from dpexp.privacy.gaussian import gaussian_epsilon
-from dpexp.privacy.losses import lost_to_rounding
+from dpexp.privacy.losses import lost_to_rounding, self_composed
 from dpexp.privacy.projected import projected, projected_epsilon
 from dpexp.privacy.renyi import renyi_epsilon
 
@@ -160,7 +160,7 @@ def loss_distribution(parts: Releases, delta: float) -> PrivacyLossDistribution:
         one = privacy_loss_distribution.from_gaussian_mechanism(
             sigma, value_discretization_interval=interval, sampling_prob=q
         )
-        total = total.compose(one.self_compose(count))
+        total = total.compose(self_composed(one, count))
     return total
 
 

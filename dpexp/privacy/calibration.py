@@ -83,8 +83,7 @@ def _refuse_edge(event: DpEvent, target: float, delta: float, accountant: str) -
         return
     other = "pld" if accountant == "prv" else "rdp"
     raise UserError(
-        f"accountant={accountant} finds no finite epsilon near {target:g} (its grid does not hold rates or noises so far "
-        "apart, or its rounding reaches delta in so many steps), "
+        f"accountant={accountant} finds no finite epsilon near {target:g} (its grid does not hold rates or noises so far apart), "
         f"and would ask for far more noise than is needed: take accountant={other}"
     )
 

@@ -30,7 +30,7 @@ from scipy.stats import chi2
 
 from dpexp.errors import UserError
 from dpexp.privacy.events import coarsen, sampled, sequence
-from dpexp.privacy.losses import lost_to_rounding
+from dpexp.privacy.losses import lost_to_rounding, self_composed
 from dpexp.privacy.mechanisms import ProjectedGaussianDpEvent
 
 Floats = NDArray[np.float64]
@@ -72,7 +72,7 @@ def projected_epsilon(kinds: Kinds, delta: float) -> float:
     for r in sorted({r for _, _, r in kinds}):
         alike = {(q, sigma): count for (q, sigma, other), count in kinds.items() if other == r and q > 0}
         for (q, sigma), count in coarsen(alike, _KINDS).items():
-            total = total.compose(one_step(q, sigma, r, unbounded, interval).self_compose(count))
+            total = total.compose(self_composed(one_step(q, sigma, r, unbounded, interval), count))
     found = float(total.get_epsilon_for_delta(delta))
     return found if found <= _LARGEST_EPSILON else math.inf
 
