@@ -302,7 +302,9 @@ def test_numbers_at_the_ends_of_what_a_float_holds_are_answered(name, rate, sigm
 def test_pld_is_an_upper_bound_after_many_steps_although_fourier_transforms_round(mu, delta):
     """Of 10^5 steps the rounding takes some 1e-11 off δ: without sampling, where the exact ε is known, it was too small."""
     found = loss_distribution({(1.0, math.sqrt(1e5) / mu): 10**5}, delta).get_epsilon_for_delta(delta)
-    assert gaussian_epsilon(delta, mu) <= found <= 1.01 * gaussian_epsilon(delta, mu)
+    # where a long double has no more bits than a double, more is set aside
+    above = 1.001 if np.finfo(np.longdouble).eps < 1e-18 else 1.2
+    assert gaussian_epsilon(delta, mu) <= found <= above * gaussian_epsilon(delta, mu)
 
 
 @pytest.mark.parametrize(("rate", "sigma", "steps"), [(1e-5, 0.471, 10**7), (1e-4, 10.565, 10**9)])
