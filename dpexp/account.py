@@ -182,7 +182,7 @@ def as_text(result: dict[str, Any]) -> str:
         "sample rate       {sample_rate:g}" + size,
         "steps             {steps} ({epochs:.4g} epochs)"
         + (longest if result["computed"] == "steps" else ""),
-        "delta             {delta:g}"
+        f"delta             {upwards(result['delta'], '.6g')}"
         + (" (not below 1/N: publishing a random example would satisfy it)" if loose else ""),
     ]
     lines = [line.format(**result) for line in lines]

@@ -77,7 +77,7 @@ def result_table(summary: dict[str, Any]) -> Table:
     for name in ACCOUNTANTS:
         note = {privacy["accountant"]: "decides", "gdp": "approximation"}.get(name, "")
         table.add_row(f"ε {name}", upwards(privacy["epsilon"][name]), note)
-    table.add_row("δ", f"{privacy['delta']:.3g}")
+    table.add_row("δ", upwards(privacy["delta"], ".3g"))
     return table
 
 

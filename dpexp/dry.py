@@ -25,6 +25,7 @@ from dpexp.models.networks import check_config
 from dpexp.models.sources import hub_unreachable, locate
 from dpexp.privacy.caveats import noise_that_follows, pointless
 from dpexp.privacy.keys import open_keys
+from dpexp.privacy.shown import upwards
 from dpexp.schemas import DataConfig, ModelConfig, RunConfig, UnitConfig
 from dpexp.schemas.declared import declared_num_examples, declared_units
 from dpexp.tasks import build_task
@@ -186,7 +187,7 @@ def plan(run: RunConfig) -> str:
         return f"{length}, no privacy"
     said = "" if run.privacy.epsilon is None else f", ε = {run.privacy.epsilon:g}"
     notes = "".join(f"; {sentence}" for sentence in [*pointless(made), *noise_that_follows(made)])
-    return f"{length}, noise multiplier {made.noise_multiplier:.4f}{said}, δ = {made.delta:.3g}{notes}"
+    return f"{length}, noise multiplier {made.noise_multiplier:.4f}{said}, δ = {upwards(made.delta, '.3g')}{notes}"
 
 
 # by what decides them

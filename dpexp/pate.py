@@ -28,8 +28,8 @@ from dpexp.privacy.fingerprint import fingerprint
 from dpexp.privacy.individual import draw_groups, read_groups
 from dpexp.privacy.keys import LEDGER, delete_key, open_keys
 from dpexp.privacy.ledger import Ledger
-from dpexp.privacy.noise import KeyedGenerator, SecureGenerator, add_gaussian_, describe
-from dpexp.privacy.pate import METHODS, VotePlan, plan_votes
+from dpexp.privacy.noise import KeyedGenerator, SecureGenerator, add_gaussian_, check_multiplier, describe
+from dpexp.privacy.pate import METHODS, VOTE_MOVE, VotePlan, plan_votes
 from dpexp.privacy.plan_checks import resolve_delta
 from dpexp.privacy.shown import upwards
 from dpexp.schemas import (
@@ -292,9 +292,10 @@ def release(
         ``[Q, C]``, the noisy sums.
 
     Raises:
-        UserError: other votes are charged already; nothing is charged then.
+        UserError: other votes are charged already, or more noise than its grid is fine enough for; nothing is charged then.
     """
     noisy = torch.from_numpy(sums).clone()
+    check_multiplier(plan.sigma / (max(plan.moves) * VOTE_MOVE), noisy.numel())
     found = fingerprint(key, facts | {"sigma": plan.sigma}, [noisy])
     if (charged := ledger.fingerprints(0)) and found not in charged:
         raise UserError(

@@ -249,8 +249,9 @@ def privacy_notes(
         notes.append(COPIED)
     if again:
         notes.append(
-            f"{again} steps were charged twice: they were run again after an interruption with another "
-            "runtime, and with fresh noise"
+            f"{again} steps were charged twice: they were run again, after an interruption with another runtime or from a "
+            "checkpoint with other settings, and with fresh noise. If how often went by how good the weights were, that number "
+            "was not fixed beforehand, and what holds is epsilon of as many charges as there could have been"
         )
     notes.append(_tuned(run.trials, run.trials_law))
     if run.optim.keep_best_every:

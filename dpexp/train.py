@@ -23,6 +23,7 @@ from dpexp.models import ModelBundle, build_tokenizer
 from dpexp.parallel import ALONE, Ranks, joined, started_by_torchrun
 from dpexp.privacy.caveats import noise_that_follows, pointless
 from dpexp.privacy.keys import COPIED, KEY, Keys, delete_key, open_keys
+from dpexp.privacy.shown import upwards
 from dpexp.schemas import RunConfig
 from dpexp.schemas.declared import declared_units
 from dpexp.tasks import Task, build_task
@@ -158,7 +159,10 @@ def train(run: RunConfig, folder: Path, console: Console, ranks: Ranks = ALONE) 
         if run.task.kind == "custom":
             # whose hash may be anything
             check_examples(ranks, source.train, found.run)
-        ranks.once(lambda: refuse_other_data(folder, found.run, task.data.sha256, bundle.weights_sha256))
+        own = run.individual.name != "none"
+        ranks.once(
+            lambda: refuse_other_data(folder, found.run, task.data.sha256, bundle.weights_sha256, budgets=own)
+        )
         return found
 
     trainer, outcome = trained(
@@ -323,8 +327,8 @@ def announce(run: RunConfig, trainer: Trainer, folder: Path, console: Console) -
         lines.append("privacy: none")
     else:
         lines.append(
-            f"privacy: noise multiplier {plan.noise_multiplier:.4f}, delta {plan.delta:.3g}, {plan.sampling} sampling, "
-            f"clipping groups: {trainer.num_groups}"
+            f"privacy: noise multiplier {plan.noise_multiplier:.4f}, delta {upwards(plan.delta, '.3g')}, {plan.sampling} "
+            f"sampling, clipping groups: {trainer.num_groups}"
         )
         lines += [f"note: {sentence}" for sentence in pointless(plan)]
         if plan.budgets is not None:

@@ -271,7 +271,7 @@ def _facts(run: OwnRun, released: bool) -> dict[str, str]:
             facts[name] = str(summary[name])
     facts["charges in the ledger"] = str(len(run.events))
     if run.delta is not None:
-        facts["δ"] = f"{run.delta:.3g}"
+        facts["δ"] = upwards(run.delta, ".3g")
     steps, spent = run.epsilons
     if steps:
         facts |= {f"ε by {run.named(name)}": upwards(values[-1]) for name, values in spent.items()}

@@ -28,6 +28,7 @@ from dp_accounting.rdp import RdpAccountant
 from dpexp.errors import UserError
 from dpexp.privacy.events import REPLACE_ONE, Releases, coarsen, neighbouring, releases, without_noise
 from dpexp.privacy.gaussian import gaussian_epsilon
+from dpexp.privacy.losses import lost_to_rounding, self_composed
 from dpexp.privacy.projected import projected, projected_epsilon
 from dpexp.privacy.renyi import renyi_epsilon
 
@@ -154,12 +155,12 @@ def loss_distribution(parts: Releases, delta: float) -> PrivacyLossDistribution:
     reach = max(math.log1p(q * math.expm1((1 + 20 * s) / (2 * s * s))) for q, s in parts)
     span = max(renyi_epsilon(parts, delta / 1e6), reach)
     interval = max(min(scale / 30, 1e-2), span / 4e5)
-    total = privacy_loss_distribution.identity(value_discretization_interval=interval)
+    total = lost_to_rounding(sum(parts.values()), interval)
     for (q, sigma), count in parts.items():
         one = privacy_loss_distribution.from_gaussian_mechanism(
             sigma, value_discretization_interval=interval, sampling_prob=q
         )
-        total = total.compose(one.self_compose(count))
+        total = total.compose(self_composed(one, count))
     return total
 
 

@@ -232,7 +232,8 @@ def sequence(event: DpEvent, count: int = 1) -> Iterator[tuple[DpEvent, int]]:
 def sampled(event: DpEvent) -> tuple[float, DpEvent]:
     """Find the rate of Poisson sampling, 1 where there is none, and what is released from the sample."""
     if isinstance(event, PoissonSampledDpEvent):
-        return float(event.sampling_probability), event.event
+        # a product of rates may be rounded to more than all
+        return min(1.0, float(event.sampling_probability)), event.event
     return 1.0, event
 
 

@@ -22,7 +22,7 @@ from collections import Counter
 
 import numpy as np
 from dp_accounting import DpEvent
-from dp_accounting.pld import pld_pmf, privacy_loss_distribution
+from dp_accounting.pld import pld_pmf
 from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
 from numpy.typing import NDArray
 from scipy.special import ndtr
@@ -30,6 +30,7 @@ from scipy.stats import chi2
 
 from dpexp.errors import UserError
 from dpexp.privacy.events import coarsen, sampled, sequence
+from dpexp.privacy.losses import lost_to_rounding, self_composed
 from dpexp.privacy.mechanisms import ProjectedGaussianDpEvent
 
 Floats = NDArray[np.float64]
@@ -67,11 +68,11 @@ def projected_epsilon(kinds: Kinds, delta: float) -> float:
     # the standard deviation of a step's loss, of which the grid is a tenth
     scale = min(q * math.sqrt(math.expm1(min(sigma**-2, 50.0))) for q, sigma, _ in kinds if q > 0)
     interval = min(max(scale / 10, 2e-4), 1e-2)
-    total = privacy_loss_distribution.identity(value_discretization_interval=interval)
+    total = lost_to_rounding(sum(kinds.values()), interval)
     for r in sorted({r for _, _, r in kinds}):
         alike = {(q, sigma): count for (q, sigma, other), count in kinds.items() if other == r and q > 0}
         for (q, sigma), count in coarsen(alike, _KINDS).items():
-            total = total.compose(one_step(q, sigma, r, unbounded, interval).self_compose(count))
+            total = total.compose(self_composed(one_step(q, sigma, r, unbounded, interval), count))
     found = float(total.get_epsilon_for_delta(delta))
     return found if found <= _LARGEST_EPSILON else math.inf
 

@@ -31,6 +31,7 @@ from scipy.stats import norm
 
 from dpexp.privacy.accountants import loss_distribution, too_large, unsampled
 from dpexp.privacy.events import Releases, coarsen, releases
+from dpexp.privacy.losses import rounding
 
 FPR = 1e-3
 TPR = f"tpr_at_fpr_{FPR:g}"
@@ -130,7 +131,8 @@ def regret(alphas: NDArray[np.float64], betas: NDArray[np.float64], mu: float) -
 
 
 def _profile(parts: Releases) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Points (ε, δ) from ε = 0 to where δ is a hundredth of the rarest error rate."""
+    """Points (ε, δ) from ε = 0 to where δ is a hundredth of the rarest error rate, or, after many steps, rounding."""
     losses = loss_distribution(parts, _RAREST)
-    epsilons = np.linspace(0.0, losses.get_epsilon_for_delta(_RAREST / 100), _POINTS)
+    least = max(_RAREST / 100, 2 * rounding(sum(parts.values())))
+    epsilons = np.linspace(0.0, losses.get_epsilon_for_delta(least), _POINTS)
     return epsilons, np.asarray(losses.get_delta_for_epsilon(epsilons.tolist()))

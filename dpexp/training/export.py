@@ -250,7 +250,7 @@ def _currency(privacy: dict[str, Any]) -> list[str]:
     if (tuned := statement.with_choice(privacy)) is not None:
         name, value = tuned
         rows.append(
-            f"| ε with the choice among {privacy['trials']} trials, by {name.upper()} | {upwards(value)} |"
+            f"| ε with the choice among {privacy['trials']} trials, by {_called(name)} | {upwards(value)} |"
         )
     return rows
 

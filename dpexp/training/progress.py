@@ -171,8 +171,9 @@ def summary_table(summary: dict[str, Any]) -> Table:
                 f"{upwards(spent)} ({group['examples']} examples, budget {group['target']:g})",
             )
         if (tuned := with_choice(privacy)) is not None:
-            table.add_row("ε with tuning", f"{upwards(tuned[1])}  (by {tuned[0]})")
-        table.add_row("δ", f"{privacy['delta']:.3g}")
+            clt = ", an approximation" if tuned[0] == "gdp" else ""
+            table.add_row("ε with tuning", f"{upwards(tuned[1])}  (by {tuned[0]}{clt})")
+        table.add_row("δ", upwards(privacy["delta"], ".3g"))
         if privacy.get("mu") is not None:
             table.add_row("μ of Gaussian DP", f"{upwards(privacy['mu'])}, regret {privacy['mu_regret']:.2g}")
             table.add_row(f"TPR at FPR {FPR:g}", f"{upwards(privacy[TPR])} at most, of any membership test")

@@ -60,6 +60,11 @@ def test_what_releases_nothing_is_left_out(event):
     assert releases(event) == {}
 
 
+def test_a_rate_that_was_rounded_above_all_is_all():
+    """It was taken for nothing: such steps were free."""
+    assert releases(composed([(step_event(math.nextafter(1.0, 2.0), [1.0]), 4)])) == {(1.0, 0.5): 1}
+
+
 @pytest.mark.parametrize("event", [NonPrivateDpEvent(), GaussianDpEvent(0.0), step_event(0.1, [1.0, 0.0])])
 def test_a_release_without_noise_stays_visible(event):
     assert [sigma for _, sigma in releases(event)] == [0.0]

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -275,6 +276,14 @@ def test_the_exact_noise_is_drawn_where_it_is_asked_for(tmp_path, monkeypatch):
         ledger = Ledger(tmp_path / f"{secure}.jsonl", KEY)
         release(np.zeros((6, 3)), plan, ledger, KEY, {}, np.zeros(10, np.int64), secure=secure)
     assert kinds == [KeyedGenerator, SecureGenerator]
+
+
+def test_noise_whose_grid_is_too_coarse_for_so_many_answers_is_refused(tmp_path):
+    plan = replace(plan_votes("uniform", [1.0], teachers=[5], queries=6, delta=1e-5), sigma=1e7)
+    ledger = Ledger(tmp_path / "ledger.jsonl", KEY)
+    with pytest.raises(UserError, match="for 18 numbers"):
+        release(np.zeros((6, 3)), plan, ledger, KEY, {}, np.zeros(10, np.int64))
+    assert not ledger.steps_charged
 
 
 def test_among_neighbours_that_are_equally_far_one_example_displaces_one() -> None:

@@ -13,6 +13,7 @@ from dpexp.models.pooling import PooledClassifier, load_pooled
 from dpexp.schemas import RunConfig
 from dpexp.tasks.tokens import tokenize
 from dpexp.training.export import export, privacy_card
+from dpexp.training.progress import summary_table
 from tests.test_record import block, plan, summary
 
 
@@ -72,6 +73,17 @@ def test_an_approximation_is_not_listed_among_the_bounds():
     card = privacy_card(summary(block()))
     assert "| ε by PLD |" in card
     assert "| ε by GDP (an approximation that may under-estimate, no bound) |" in card
+    chosen = block(made=plan(accountant="gdp", allow_clt=True)) | {
+        "trials": 3,
+        "epsilon_with_tuning": {"gdp": 4.0},
+    }
+    assert "among 3 trials, by GDP (an approximation that may" in privacy_card(summary(chosen))
+
+
+def test_no_delta_is_shown_smaller_than_it_is():
+    table = summary_table(summary(block(made=plan(delta="1.2341e-5")), device="cpu"))
+    cells = dict(zip(*(list(column.cells) for column in table.columns), strict=True))
+    assert cells["δ"] == "1.24e-05"
 
 
 def test_the_card_says_how_to_load_what_the_library_would_load_wrongly(tmp_path):

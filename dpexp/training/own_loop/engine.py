@@ -300,6 +300,9 @@ class PrivacyEngine:
     def load(self, folder: str | Path | None = None) -> None:
         """Go on from a checkpoint of this run: its last one, or that in another folder; of several processes, all call this.
 
+        Steps that are then taken otherwise (another learning rate) are charged again. Who goes back because of how good the
+        weights are, on public data too, decides by them how many charges there are: what holds is ε of as many as there could be.
+
         Raises:
             UserError: there is none, it is damaged or of another run, the ledger has lost steps that it stands on, or the engine
                 is closed.
