@@ -37,9 +37,8 @@ def uncompiled(function: F) -> F:
         skip = dynamo._FrameAction.SKIP
         dynamo.set_code_exec_strategy(either.__code__, dynamo._FrameExecStrategy(skip, skip))
 
-    @functools.wraps(function)
     def either(*args: Any, **kwargs: Any) -> Any:
         return (place if torch.compiler.is_dynamo_compiling() else function)(*args, **kwargs)
 
     _untold.append(tell)
-    return cast(F, either)
+    return cast(F, functools.wraps(function)(either))

@@ -26,7 +26,8 @@ def custom_network(
     (``model(pixel_values)`` for images) and returns logits, or an object with ``logits``.
 
     Raises:
-        UserError: no such function, it does not take the configured keywords, or makes something else than a module, or one without shapes.
+        UserError: no such function, it does not take the configured keywords, or makes something else than a module, or one
+            whose parameters have no shapes yet.
     """
     function = imported("model.factory", model.factory)
     offered = {"head": head, "num_labels": num_labels, "image_shape": image_shape, "tokenizer": tokenizer}
