@@ -32,6 +32,7 @@ from dpexp.tasks import build_task
 from dpexp.tasks.base import check_num_examples
 from dpexp.tasks.classification import read_labelled
 from dpexp.tasks.features import freeze
+from dpexp.tasks.image_folders import class_folders, find_in_folder
 from dpexp.tasks.image_sources import ImageReader
 from dpexp.tasks.infilling import read_prompt
 from dpexp.tasks.pairs import PairReader, find_pairs
@@ -126,8 +127,8 @@ def whereabouts(run: RunConfig) -> str:
 
 
 def read_tables(run: RunConfig) -> None:
-    """Read the tables of a task of texts, as the run will: columns, classes, the number of rows, and who gave them. Images are
-    not opened.
+    """Read the tables of a task of texts, as the run will: columns, classes, the number of rows, and who gave them. Of own
+    images the folders are read, and no image is opened.
 
     Raises:
         UserError: what is wrong with them.
@@ -138,6 +139,13 @@ def read_tables(run: RunConfig) -> None:
         train = find_pairs(run.task, run.data, run.scale.name).splits["train"]
         if run.task.drop_over is None:
             check_num_examples(run.task, run.data, run.scale.name, len(train), train.where)
+    elif run.task.kind == "image_classification" and run.data.train is not None:
+        folder = Path(run.data.train).expanduser()
+        labels = [str(label) for label in run.task.labels] or class_folders(folder, "data.train")
+        paths, *_ = find_in_folder(folder, labels, "data.train")
+        check_num_examples(run.task, run.data, run.scale.name, len(paths), str(folder))
+        if run.data.dev is not None:
+            find_in_folder(Path(run.data.dev).expanduser(), labels, "data.dev")
     if run.unit.name == "user" and (rows := declared_num_examples(run)) is not None:
         read_users(run, rows)
 

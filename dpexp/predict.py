@@ -104,6 +104,8 @@ def predict(arguments: PredictArguments, out: Path) -> int:
         raise UserError(
             f"out={out} is there already, and would be lost: give the name of a new file, or move it"
         )
+    if out.suffix.lower() != ".csv":
+        raise UserError(f"out={out}: predictions are written as CSV: give a name that ends in .csv")
     # before the work, not behind it
     make_folder(out.parent, "out")
     device = choose_device(arguments.device)

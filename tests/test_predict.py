@@ -163,6 +163,8 @@ def test_bad_input_is_said_in_a_sentence(tmp_path):
     with pytest.raises(UserError, match=r"before\.csv is there already, and would be lost"):
         predict(PredictArguments(run=str(folder), data=str(rows), labels=LABELS), tmp_path / "before.csv")
     assert (tmp_path / "before.csv").read_text() == "of yesterday"
+    with pytest.raises(UserError, match=r"out=.*new\.parquet: predictions are written as CSV"):
+        predict(PredictArguments(run=str(folder), data=str(rows), labels=LABELS), tmp_path / "new.parquet")
     with pytest.raises(UserError, match="no finished run"):
         predicted(tmp_path, rows)
     with pytest.raises(UserError, match="no such file"):

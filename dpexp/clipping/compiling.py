@@ -31,10 +31,14 @@ def uncompiled(function: F) -> F:
     def tell() -> None:
         nonlocal place
         place = torch.compiler.disable(function, reason=CUT)
+        # where a graph was cut, `either` is called by itself: the compiler would compile it for each kind of arguments,
+        # and warn that there are too many
+        dynamo = torch._C._dynamo.eval_frame
+        skip = dynamo._FrameAction.SKIP
+        dynamo.set_code_exec_strategy(either.__code__, dynamo._FrameExecStrategy(skip, skip))
 
-    @functools.wraps(function)
     def either(*args: Any, **kwargs: Any) -> Any:
         return (place if torch.compiler.is_dynamo_compiling() else function)(*args, **kwargs)
 
     _untold.append(tell)
-    return cast(F, either)
+    return cast(F, functools.wraps(function)(either))

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -102,7 +103,8 @@ def explain(error: Exception, config_name: str, schema: type, overrides: Sequenc
     if text.startswith(("You must specify", "Error resolving interpolation '${task}")):
         return UserError(_missing_groups(config_name, overrides) + header)
     if text.startswith(("Ambiguous value for argument", "Sweep parameters")):
-        grid = next((override for override in overrides if re.search(r",|=\w+\(", override)), "")
+        parser = OverridesParser.create()
+        grid = next((text for text in overrides if parser.parse_override(text).is_sweep_override()), "")
         name, _, value = grid.partition("=")
         if re.fullmatch(r"\d{1,3}(,\d{3})+", value):
             return UserError(f"{grid}: a number has no commas: {grid.replace(',', '')}")

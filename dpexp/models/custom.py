@@ -26,7 +26,8 @@ def custom_network(
     (``model(pixel_values)`` for images) and returns logits, or an object with ``logits``.
 
     Raises:
-        UserError: no such function, it does not take the configured keywords, or makes something else than a module.
+        UserError: no such function, it does not take the configured keywords, or makes something else than a module, or one
+            whose parameters have no shapes yet.
     """
     function = imported("model.factory", model.factory)
     offered = {"head": head, "num_labels": num_labels, "image_shape": image_shape, "tokenizer": tokenizer}
@@ -46,4 +47,10 @@ def custom_network(
         raise UserError(
             f"model.factory={model.factory} made a {type(network).__name__}, and a torch.nn.Module is wanted"
         )
+    for name, parameter in network.named_parameters():
+        if isinstance(parameter, nn.UninitializedParameter):
+            raise UserError(
+                f"model.factory={model.factory}: {name} has no shape yet (a lazy module): give its layer the size, or call the "
+                "network once in your function, on an example of your own making"
+            )
     return train_mode(network.float())

@@ -40,10 +40,49 @@ def class_folders(folder: Path, setting: str, least: int = 2) -> list[str]:
     return found
 
 
+def find_in_folder(folder: Path, labels: Sequence[str], setting: str) -> tuple[list[Path], list[int], int]:
+    """Find all images of a split, class by class, in the order of their names, without opening one.
+
+    Args:
+        folder: holds a subfolder for every class.
+        labels: the classes.
+        setting: what named the folder, for messages.
+
+    Returns:
+        The images, the number of each one's class, and how many files with other names than those of images were passed over.
+
+    Raises:
+        UserError: a class to learn without images, a subfolder that is no class.
+    """
+    if unknown := set(class_folders(folder, setting, least=1)) - set(labels):
+        # whose names stay unsaid: labels of private images
+        raise UserError(
+            f"{setting}={folder}: {len(unknown)} of its subfolders are none of the classes {', '.join(labels[:20])}: move "
+            "them away, or declare their names in task.labels"
+        )
+    paths: list[Path] = []
+    numbers: list[int] = []
+    passed_over = 0
+    for number, label in enumerate(labels):
+        files = shown_files(folder / label)
+        images = [path for path in files if path.suffix.lower() in SUFFIXES]
+        passed_over += len(files) - len(images)
+        if setting == "data.train" and not images:
+            raise UserError(
+                f"{folder / label}: the class {label} has no images ({', '.join(sorted(SUFFIXES))}): add some, or take the "
+                "class away"
+            )
+        paths += images
+        numbers += [number] * len(images)
+    if not paths:
+        raise UserError(f"{setting}={folder}: no images there ({', '.join(sorted(SUFFIXES))})")
+    return paths, numbers, passed_over
+
+
 def read_folder(
     folder: Path, labels: Sequence[str], setting: str, *, channels: int, size: int | None, cache: Path
 ) -> tuple[Images, int]:
-    """All images of a split, class by class, in the order of their names.
+    """Read the images that `find_in_folder` finds.
 
     Args:
         folder: holds a subfolder for every class.
@@ -57,31 +96,9 @@ def read_folder(
         The images, and how many files with other names than those of images were passed over.
 
     Raises:
-        UserError: a class to learn without images, a subfolder that is no class, a file that can't be decoded, another size.
+        UserError: what `find_in_folder` refuses, a file that can't be decoded, another size.
     """
-    learnt = setting == "data.train"
-    if unknown := set(class_folders(folder, setting, 2 if learnt else 1)) - set(labels):
-        # whose names stay unsaid: labels of private images
-        raise UserError(
-            f"{setting}={folder}: {len(unknown)} of its subfolders are none of the classes {', '.join(labels[:20])}: move "
-            "them away, or declare their names in task.labels"
-        )
-    paths: list[Path] = []
-    numbers: list[int] = []
-    passed_over = 0
-    for number, label in enumerate(labels):
-        files = shown_files(folder / label)
-        images = [path for path in files if path.suffix.lower() in SUFFIXES]
-        passed_over += len(files) - len(images)
-        if learnt and not images:
-            raise UserError(
-                f"{folder / label}: the class {label} has no images ({', '.join(sorted(SUFFIXES))}): add some, or take the "
-                "class away"
-            )
-        paths += images
-        numbers += [number] * len(images)
-    if not paths:
-        raise UserError(f"{setting}={folder}: no images there ({', '.join(sorted(SUFFIXES))})")
+    paths, numbers, passed_over = find_in_folder(folder, labels, setting)
     contents = [_read(path) for path in paths]
     digest = hashlib.sha256(f"{channels} {size}".encode())
     for data, number in zip(contents, numbers, strict=True):

@@ -146,6 +146,18 @@ def test_compiled_models_are_cut_at_the_taps_and_exact(name: str, compiled_first
         torch.testing.assert_close(p.grad, sums[n], rtol=1e-9, atol=1e-11)
 
 
+def test_the_compiler_compiles_nothing_of_the_clipper_itself() -> None:
+    """Else it compiles each place for each kind of arguments, and warns after eight of them."""
+    torch._dynamo.reset()
+    nn = torch.nn
+    parts = nn.Embedding(9, 4), nn.LayerNorm(4), nn.Linear(4, 4), nn.Flatten(), nn.Linear(12, 2, bias=False)
+    model = nn.Sequential(*parts)
+    clipper = attach(model)
+    compiled = torch.compile(model, backend="eager")
+    with torch._dynamo.config.patch(recompile_limit=1, fail_on_recompile_limit_hit=True):
+        clipper.backward(compiled(torch.randint(0, 9, (3, 3))).square().sum(1))
+
+
 def test_compiling_the_full_graph_is_refused_by_the_compiler() -> None:
     torch._dynamo.reset()
     problem = ZOO["mlp"]()

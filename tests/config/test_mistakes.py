@@ -126,6 +126,11 @@ def test_a_file_may_have_any_name():
     assert run.task.labels == ["schlécht", "sehr gut"]
 
 
+def test_of_a_list_and_a_grid_the_grid_is_named():
+    with pytest.raises(UserError, match=r"^seed=0,1: several values are a grid of runs, and that needs -m"):
+        compose([*JOB, "optim.betas=[0.8,0.9]", "seed=0,1"])
+
+
 def test_the_laws_of_trials_are_those_that_have_a_price():
     assert set(TRIALS_LAWS) == set(LAWS)
 

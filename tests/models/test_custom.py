@@ -58,6 +58,10 @@ def no_network(num_labels):
     return "a network"
 
 
+def lazy(num_labels):
+    return nn.Sequential(nn.Flatten(), nn.LazyLinear(num_labels))
+
+
 class Points(Task):
     head = "image_classifier"
 
@@ -114,6 +118,7 @@ def test_the_function_gets_what_it_names_and_the_config(mine: str) -> None:
         ("{}:large", {}, "has no large"),
         ("{}:small", {"depth": 2}, "depth"),
         ("{}:no_network", {}, "made a str, and a torch.nn.Module is wanted"),
+        ("{}:lazy", {}, r"1\.weight has no shape yet \(a lazy module\)"),
     ],
 )
 def test_a_function_that_is_not_one_is_refused(mine: str, factory: str, config: dict, says: str) -> None:

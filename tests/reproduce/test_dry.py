@@ -17,6 +17,7 @@ from dpexp.errors import UserError
 from dpexp.reproduce import tables
 from dpexp.training.planning import build_plan, number_of_steps
 from tests.commands import called
+from tests.tasks import image_data
 
 # Their values change how long a run takes and how well it ends, not whether it begins.
 VALUES = re.compile(
@@ -170,6 +171,24 @@ def test_what_the_run_would_refuse_a_dry_start_refuses(tmp_path: Path, asked: li
     small = ["scale=small", "model=bert_tiny", "clip=flat", f"data.root={tmp_path}"]
     with pytest.raises(UserError) as raised:
         train.dry_start(compose([*small, *asked]), Console(quiet=True))
+    assert says in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        ([], "3 examples are declared, and"),
+        (["task.labels=[cat,dog,cow]"], "class cow has no images"),
+        (["task.labels=[cat,cow]"], "1 of its subfolders are none of the classes"),
+        (["data.num_examples=4", "data.dev={root}/cat"], "0 subfolders, and every class is one"),
+    ],
+)
+def test_the_folders_of_own_images_are_read(tmp_path: Path, asked: list[str], says: str):
+    root = image_data.folder(tmp_path / "mine", {"cat": 2, "dog": 2})
+    own = ["task=images", "scale=own", "clip=flat", f"data.train={root}", "data.num_examples=3"]
+    asked = [word.format(root=root) for word in ["task.labels=[cat,dog]", *asked]]
+    with pytest.raises(UserError) as raised:
+        train.dry_start(compose([*own, *asked]), Console(quiet=True))
     assert says in str(raised.value)
 
 

@@ -270,8 +270,10 @@ def test_what_is_wrong_with_own_folders_is_named(tmp_path: Path) -> None:
         path.unlink()
     with pytest.raises(UserError, match="class cat has no images"):
         own(root)
-    # what is measured on need not have every class, nor a folder for it
     (root / "cat").rmdir()
+    with pytest.raises(UserError, match="class cat has no images"):
+        own(root)
+    # what is measured on need not have every class, nor a folder for it
     (root / "dog" / "big.png").unlink()
     known = {"channels": 3, "size": None, "cache": tmp_path}
     assert read_folder(root, CLASSES, "data.dev", **known)[0].labels.tolist() == [1, 1]
