@@ -177,7 +177,7 @@ class Ownership:
             return True
         if all(verdict is None for verdict in verdicts.values()):
             # all gradients are zero: contribute nothing now, prove it next time
-            if found[0] == layouts.SECOND and observed.silent(use):
+            if found[0] in layouts.TURNED and observed.silent(use):
                 # these may be features, as many as there are examples
                 self.layout[id(use)] = layouts.NOBODY
             return False
