@@ -24,8 +24,9 @@ ROWS, SECOND, BLOCKED, STRIDED, LOOP = "rows", "second", "blocked", "strided", "
 # tokens of all examples in the second dimension, behind experts or positions
 SECOND_BLOCKED = "second, blocked"
 TURNED = (SECOND, SECOND_BLOCKED)
-# several rows for each example, which may as well be a chance
-BLOCKS = (BLOCKED, STRIDED, SECOND_BLOCKED)
+# several rows for each example, which may as well be a chance; and in any dimension
+BLOCKS = (BLOCKED, STRIDED)
+SEVERAL = (*BLOCKS, SECOND_BLOCKED)
 # whose examples come one after the other
 IN_ORDER = (ROWS, BLOCKED)
 # of `weights`; none is 1 or -1, so that the largest gradient of a batch is another one, and what goes by it shows
@@ -120,7 +121,7 @@ def surplus(layout: str, shape: torch.Size, rows: int, columns: Iterable[int]) -
     It is the same for texts of every length. Where it changes, rows may be a multiple of the batch by chance: a model may leave
     padding out as soon as a batch has some.
     """
-    if layout not in BLOCKS:
+    if layout not in SEVERAL:
         return None
     of_each = shape[layout in TURNED] // rows
     return min((of_each - entered for entered in columns), key=abs, default=of_each)
