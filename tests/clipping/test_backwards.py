@@ -198,3 +198,16 @@ def test_gradients_that_rounding_decides_are_no_coupling(examples: int) -> None:
     clipper = attach(model)
     report = clipper.backward(model(torch.randn(examples, 64)).square().sum(1))
     assert report.norms.isfinite().all()
+
+
+@pytest.mark.parametrize("examples", [1, 2, 3])
+def test_torchs_batch_norm_of_a_single_example_is_told(examples: int) -> None:
+    """On a CPU its backward is another one there, with constant statistics, where positions become rows of features behind it."""
+    norm = nn.BatchNorm1d(D).eval()
+    norm.track_running_stats = False
+    model = Net(lambda h: norm(Back.apply(h, lambda x, gradient: gradient * (1 + (len(x) == 1)))))
+    model.norm = norm
+    clipper = attach(model)
+    losses = model(batch(examples)).square().sum(1)
+    with pytest.raises(UserError, match=r"first\.weight.*fuse_conv_bn_eval"):
+        clipper.backward(losses)

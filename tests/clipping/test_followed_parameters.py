@@ -82,6 +82,14 @@ def stacked(self: Any, x: Tensor) -> Tensor:
     return self.out(torch.tanh(torch.einsum("tbd,tde->tbe", h, self.back)).transpose(0, 1))
 
 
+def experts(self: Any, x: Tensor) -> Tensor:
+    """The tokens of all examples behind three experts, as many as there are examples in one of the batches."""
+    flat = self.first(x).flatten(0, 1)
+    gates = F.linear(flat, self.router).sigmoid().T[..., None]
+    h = torch.tanh(torch.bmm(flat.expand(3, *flat.shape) * gates, self.up) + self.bias)
+    return self.out(torch.bmm(h, self.down).sum(0)).view(x.shape)
+
+
 def identity(self: Any, x: Tensor) -> Tensor:
     """A layer that is given the batch, and the identity matrix to read its weight, as DoRA does it."""
     read = self.first(torch.eye(WIDTH, dtype=x.dtype)).T
@@ -111,6 +119,26 @@ def repeated(self: Any, x: Tensor) -> Tensor:
     return F.linear(scores, self.third.repeat(WIDTH, 1)) + self.out(x).sum(-1, keepdim=True)
 
 
+def passages(self: Any, x: Tensor) -> Tensor:
+    """Several rows of each example, with token types that nobody gave: the same ones for all."""
+    h = self.first(x).reshape(2 * len(x), LENGTH // 2, WIDTH)
+    kinds = torch.zeros(1, LENGTH // 2, dtype=torch.long).expand(h.shape[:2])
+    return self.out(torch.tanh(h + F.embedding(kinds, self.table))).view(x.shape)
+
+
+def attention(self: Any, x: Tensor) -> Tensor:
+    """Torch's function with weights of one's own: in three matrices with a learnt mask, and in one for other keys."""
+    h = self.first(x).transpose(0, 1)
+    size, bias, out = (WIDTH, 2), torch.cat([self.bias, self.bias, self.last]), self.out
+    three = {"use_separate_proj_weight": True, "q_proj_weight": out.weight}
+    three |= {"k_proj_weight": self.key, "v_proj_weight": self.value}
+    more = None, None, False, 0.0, self.value, self.last
+    mask = self.mask.repeat(len(x), 1, 1)
+    y, seen = F.multi_head_attention_forward(h, h, h, *size, None, bias, *more, attn_mask=mask, **three)
+    z, _ = F.multi_head_attention_forward(y[:2], y, y, *size, self.three, None, *more, need_weights=False)
+    return out(torch.cat([y, z])).transpose(0, 1).flatten(1) * seen.sum((1, 2))[:, None]
+
+
 def names_of_numpys(self: Any, x: Tensor) -> Tensor:
     """Arguments by the names that numpy has for them, which torch takes, too."""
     h = torch.add(x1=F.linear(x=self.first(x), weight=self.weight), x2=self.shift)
@@ -127,9 +155,14 @@ USES: dict[str, nn.Module] = {
     "gates": own(gates, mix=(2,), centres=(3, D), gate=()),
     "products": own(heads, weight=(D, 2, 3), back=(2, 3, D), plain=(D, D)),
     "stacked": own(stacked, weight=(LENGTH, D, D), back=(LENGTH, D, D)),
+    "experts": own(experts, router=(3, D), up=(3, D, 5), bias=(3, 1, 5), down=(3, 5, D)),
     "identity": own(identity, scale=(D,)),
     "time first": own(time_first, positions=(LENGTH + 1, 1, D), gates=(LENGTH // 2, 1, 1)),
     "repeated": own(repeated, table=(5, D), third=(3, 5)),
+    "passages": own(passages, table=(2, D)),
+    "attention": own(
+        attention, key=(D, D), value=(D, D), three=(3 * D, D), bias=(D,), last=(D,), mask=(2, LENGTH, LENGTH)
+    ),
     "like the batch": own(like_the_batch, scale=(D,), shift=(D,)),
     "names of numpy's": own(names_of_numpys, weight=(D, D), back=(D, D), shift=(D,)),
     "constant statistics": own(frozen_norm, 2, scale=(D,), shift=(D,)),

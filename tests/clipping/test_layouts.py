@@ -321,3 +321,14 @@ def test_features_are_no_examples_where_there_are_as_many() -> None:
     # ids, positions first; what only the output tells of
     assert candidates(two, torch.Size([5, 4, 7]), 4) == [SECOND]
     assert candidates(None, two, 4) == [SECOND]
+
+
+def test_a_position_without_a_finite_gradient_in_every_example_is_no_mixing() -> None:
+    """Of as many positions as a multiple of the examples."""
+    model = nn.Linear(4, 4)
+    clipper = attach(model)
+    h = model(torch.randn(3, 6, 4))
+    # the square root has no finite gradient at zero
+    report = clipper.backward(h.square().sum((1, 2)) + (h[:, 0] * 0).sqrt().sum(1))
+    assert report.norms.isnan().all()
+    assert not any(bool(p.grad.any()) for p in model.parameters() if p.grad is not None)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dpexp.clipping.operations.conv import Convolution, TransposedConvolution
-from dpexp.clipping.operations.linear import AddedProduct, GroupedProduct, Linear, Product
+from dpexp.clipping.operations.linear import AddedProduct, GroupedProduct, Linear, Product, StackedProduct
 from dpexp.clipping.operations.lookup import Embedding, Indexed
 from dpexp.clipping.operations.norms import BatchNorm, GroupNorm, InstanceNorm, LayerNorm, RMSNorm
 from dpexp.clipping.operations.others import AnyFunction, Spread, spreads
@@ -24,6 +24,8 @@ FORMULAS: dict[Any, Formula] = {
     Tensor.mm: Product(),
     torch.addmm: AddedProduct(),
     Tensor.addmm: AddedProduct(),
+    torch.bmm: StackedProduct(),
+    Tensor.bmm: StackedProduct(),
     torch._grouped_mm: GroupedProduct(),
     # which torch 2.8 does not have
     **({F.grouped_mm: GroupedProduct()} if hasattr(F, "grouped_mm") else {}),

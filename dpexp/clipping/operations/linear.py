@@ -80,6 +80,22 @@ class GroupedProduct(Formula):
         return Grouped(g, arrived.rows("input"), which.clamp(max=count - 1), count)
 
 
+class StackedProduct(Formula):
+    """``y_e = x_e W_e``: a matrix for each row of the first dimension, as dense experts have one each."""
+
+    label, autocast, by_place = "stacked product", True, True
+    names = ("input", "weight")
+    keywords: ClassVar[dict[str, str]] = {"mat2": "weight"}
+
+    def gradient(self, name: str, arrived: Arrival) -> PerExampleGradient:
+        assert arrived.places is not None
+        # the rows of the examples stand in front, and are those of the matrices unless they were turned
+        which = arrived.places[None, :] if arrived.turned else arrived.places[:, None]
+        which = which.expand(arrived.gy.shape[:2]).reshape(arrived.num_examples, -1)
+        count = len(arrived.value("weight"))
+        return Grouped(arrived.output_gradient(1), arrived.rows("input"), which, count)
+
+
 def shift(arrived: Arrival) -> Dense:
     """Sum the output gradients ``[B, T, p]`` over the positions of each example."""
     g = arrived.output_gradient(1)

@@ -92,7 +92,7 @@ def _kind(use: Use, layout: layouts.Layout, num_examples: int) -> Hashable:
     alone = num_examples == 1
     if use.formula.label is not None:
         return use.place, alone, None if use.input_shape is None else len(use.input_shape)
-    return use.place, alone, use.output_shape, use.batched, layout == layouts.SECOND
+    return use.place, alone, use.output_shape, use.batched, layout in layouts.TURNED
 
 
 def formula_is_right(case: Case) -> bool:
@@ -214,7 +214,7 @@ def _holds_elsewhere(case: Case, rough: bool) -> bool:
     """
     use, num, layout = case.use, len(case.weights), case.layout
     gy = _other_numbers(case.gy, True, torch.Generator().manual_seed(case.gy.dim()))
-    if layout != layouts.SECOND:
+    if layout not in layouts.TURNED:
         layout = layouts.Owned.of(torch.arange(len(gy), device=gy.device) % num, num)
     for of_any_sign in (True, False):
         generator = torch.Generator().manual_seed(len(case.saved))

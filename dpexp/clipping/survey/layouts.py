@@ -21,8 +21,12 @@ from dpexp.clipping.loop import finite
 from dpexp.clipping.tapping.uses import Arrival, Use
 
 ROWS, SECOND, BLOCKED, STRIDED, LOOP = "rows", "second", "blocked", "strided", "loop"
-# several rows for each example, which may as well be a chance
+# tokens of all examples in the second dimension, behind experts or positions
+SECOND_BLOCKED = "second, blocked"
+TURNED = (SECOND, SECOND_BLOCKED)
+# several rows for each example, which may as well be a chance; and in any dimension
 BLOCKS = (BLOCKED, STRIDED)
+SEVERAL = (*BLOCKS, SECOND_BLOCKED)
 # whose examples come one after the other
 IN_ORDER = (ROWS, BLOCKED)
 # of `weights`; none is 1 or -1, so that the largest gradient of a batch is another one, and what goes by it shows
@@ -106,6 +110,8 @@ def candidates(input_shape: torch.Size | None, output_shape: torch.Size, rows: i
     # the only dimension behind the first has features: as many as examples by chance.
     if len(shape) >= 2 and len(output_shape) >= 2 + (len(shape) == 2 and input_shape is not None):
         found += [SECOND] if shape[1] == output_shape[1] == rows else []
+    if min(len(shape), len(output_shape)) > 2 and 0 < rows < shape[1] == output_shape[1]:
+        found += [SECOND_BLOCKED] if shape[1] % rows == 0 else []
     return found
 
 
@@ -115,14 +121,22 @@ def surplus(layout: str, shape: torch.Size, rows: int, columns: Iterable[int]) -
     It is the same for texts of every length. Where it changes, rows may be a multiple of the batch by chance: a model may leave
     padding out as soon as a batch has some.
     """
-    if layout not in BLOCKS:
+    if layout not in SEVERAL:
         return None
-    return min((shape[0] // rows - entered for entered in columns), key=abs, default=shape[0] // rows)
+    of_each = shape[layout in TURNED] // rows
+    return min((of_each - entered for entered in columns), key=abs, default=of_each)
+
+
+def _is_turned(tensor: Tensor, layout: str, rows: int) -> bool:
+    """Tell whether the rows of a tensor stand in its second dimension."""
+    if layout not in TURNED or tensor.dim() < 2:
+        return False
+    return tensor.shape[1] == rows if layout == SECOND else tensor.shape[1] % rows == 0
 
 
 def example_major(tensor: Tensor, layout: str, rows: int) -> Tensor:
     """Rearrange so that the leading dimension is ``rows * m`` with the m rows of one example adjacent."""
-    if layout == SECOND and tensor.dim() >= 2 and tensor.shape[1] == rows:
+    if _is_turned(tensor, layout, rows):
         return tensor.transpose(0, 1)
     if layout == STRIDED:
         return tensor.unflatten(0, (-1, rows)).transpose(0, 1).flatten(0, 1)
@@ -147,7 +161,7 @@ def per_example(
         if use.formula.by_place:
             places = arranged(torch.arange(len(gy), device=gy.device))
     own = tuple(arranged(s) if b else s for s, b in zip(saved, use.batched, strict=True))
-    turned = layout == SECOND and gy.dim() >= 2
+    turned = layout in TURNED and gy.dim() >= 2
     return Arrival(use, own, gradient, num_examples, turned, places).per_example(names)
 
 
@@ -197,8 +211,8 @@ def weighted_rows(tensor: Tensor, layout: Layout, rows: int, by_row: Tensor) -> 
     """Multiply the rows of each example by the example's weight; ``by_row`` is ``[rows]``, the layout stays."""
     if isinstance(layout, Owned):
         return layout.weighted(tensor, by_row)
-    if layout == SECOND and tensor.dim() >= 2 and tensor.shape[1] == rows:
-        return tensor * by_row.to(tensor).view(1, -1, *[1] * (tensor.dim() - 2))
+    if _is_turned(tensor, layout, rows):
+        return weighted_rows(tensor.transpose(0, 1), BLOCKED, rows, by_row).transpose(0, 1)
     times = len(tensor) // rows
     weights = by_row.repeat(times) if layout == STRIDED else by_row.repeat_interleave(times)
     return tensor * weights.to(tensor).view(-1, *[1] * (tensor.dim() - 1))

@@ -150,7 +150,7 @@ class Observed:
         for layout in self.pending[here]:
             seen[here, layout] = signature(gy, layout, rows)
         self._count(owner, use, gy)
-        told = self.pending[here] == [layouts.ROWS] and not (
+        told = self.pending[here] in ([layouts.ROWS], [layouts.ROWS, layouts.SECOND_BLOCKED]) and not (
             here in self.visit.loose or here in self._unordered
         )
         if gy.dim() and not told:

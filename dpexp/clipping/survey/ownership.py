@@ -158,6 +158,10 @@ class Ownership:
             return True
         unordered = self.in_any_order(use, rows)
         verdicts = {layout: observed.proven(use, layout) for layout in found}
+        if not verdicts.get(layouts.SECOND_BLOCKED, True) and verdicts != {layouts.SECOND_BLOCKED: None}:
+            # nearly any number of positions may be one of these: what is not proven says nothing of the others
+            del verdicts[layouts.SECOND_BLOCKED]
+            found = list(verdicts)
         refuted = all(verdict is False for verdict in verdicts.values())
         untold = refuted and self.may_be_untold(use, found, rows)
         if id(use) in visit.loose or untold or not found:
@@ -177,7 +181,7 @@ class Ownership:
             return True
         if all(verdict is None for verdict in verdicts.values()):
             # all gradients are zero: contribute nothing now, prove it next time
-            if found[0] == layouts.SECOND and observed.silent(use):
+            if found[0] in layouts.TURNED and observed.silent(use):
                 # these may be features, as many as there are examples
                 self.layout[id(use)] = layouts.NOBODY
             return False
@@ -198,7 +202,7 @@ class Ownership:
             return True
         layout = proven[0]
         # right today; decide when a batch tells them apart, or never
-        passing = id(use) in visit.ragged | visit.loose and layout in layouts.BLOCKS
+        passing = id(use) in visit.ragged | visit.loose and layout in layouts.SEVERAL
         if unordered:
             self.picked[use.place] = layout
         partly = self._partly(use, layout, observed)

@@ -11,7 +11,15 @@ from torch import Tensor
 
 from dpexp.clipping.operations import SPREAD
 from dpexp.clipping.tapping.uses import Template, Use, Value
-from dpexp.clipping.tapping.values import OF_PARAMETERS, Call, Origin, has_rows, origin, values_of
+from dpexp.clipping.tapping.values import (
+    OF_PARAMETERS,
+    Call,
+    Origin,
+    has_rows,
+    origin,
+    rows_behind,
+    values_of,
+)
 
 EXPANSIONS = frozenset({"expand", "expand_as", "broadcast_to", "repeat"})
 
@@ -60,6 +68,7 @@ def spread(call: Call, met: tuple[Value, ...]) -> Any:
     if not has_rows(call, shape):
         return NotImplemented
     wider = [t.dtype for t in others if t.dim() and t.is_floating_point()]
+    in_second = rows_behind(shape, recorder.rows) == 1
     copies = []
     for value in met:
         leaf = value.leaf
@@ -69,10 +78,10 @@ def spread(call: Call, met: tuple[Value, ...]) -> Any:
             # a number has no say in the dtype of the result
             leaf = leaf.to(wider[0])
         aligned = leaf.view((1,) * (len(shape) - leaf.dim()) + tuple(leaf.shape))
-        in_second = len(shape) > 1 and shape[1] == recorder.rows
-        if aligned.shape[0] != 1 and not (in_second and aligned.shape[1] == 1):
+        turned = aligned.shape[0] != 1
+        if turned and not (rows_behind(shape, recorder.rows) and aligned.shape[1] == 1):
             return NotImplemented
-        second = shape[1:2] if in_second else aligned.shape[1:2]
+        second = shape[1:2] if in_second or turned else aligned.shape[1:2]
         copies.append(aligned.expand(shape[0], *second, *aligned.shape[2:]))
     of = origin(recorder, call.batched)
     if call.func.__name__ == "__setitem__" and not strewn and recorder.flow is not None:

@@ -13,6 +13,7 @@ operation, its *role*, holds from then on.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from dpexp.clipping.compiling import uncompiled
 from dpexp.clipping.refusals import STRIDED
 from dpexp.clipping.tapping import copies, meeting
 from dpexp.clipping.tapping.dataflow import KINDS, in_place
+from dpexp.clipping.tapping.rewritten import REWRITTEN_FUNCTIONS
 from dpexp.clipping.tapping.roles import DERIVE, NATIVE, PLAIN, SHARED, USE
 from dpexp.clipping.tapping.taps import Recorder
 from dpexp.clipping.tapping.values import Call, operation_key
@@ -78,13 +80,26 @@ class Followed(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return _dispatch(func, args, kwargs or {})
+        kwargs = kwargs or {}
+        result = _written_out(func, args, kwargs) if func in REWRITTEN_FUNCTIONS else NotImplemented
+        return _dispatch(func, args, kwargs) if result is NotImplemented else result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         return self.as_subclass(torch.Tensor).__deepcopy__(memo)
 
 
-# a compiler must not look inside
+# a compiler must not look inside, as below
+@uncompiled
+def _written_out(func: Any, args: tuple, kwargs: dict) -> Any:
+    """Run a function as the operations that it consists of; NotImplemented where it has to run as it is."""
+    recorder = next(item.recorder for item in (*args, *kwargs.values()) if type(item) is Followed)
+    if not (torch.is_grad_enabled() and recorder.following):
+        return NotImplemented
+    # who watches the forward has seen one function, and sees what it consists of
+    with recorder.flow or nullcontext():
+        return REWRITTEN_FUNCTIONS[func](*args, **kwargs)
+
+
 @uncompiled
 def _dispatch(func: Any, args: tuple, kwargs: dict) -> Any:
     with torch._C.DisableTorchFunctionSubclass():
@@ -183,15 +198,24 @@ def _role(recorder: Recorder, others: Sequence[Tensor]) -> str:
             return True
         if flow is None:
             return t.dim() > 0 and (rows is None or rows in t.shape[:2])
-        # a constant with a row for each example (a first state, an index) is best treated like one of the batch
-        return t in flow or (
-            t.dim() > 1 and rows != 1 and t.shape[0] == rows and not isinstance(t, nn.Parameter)
-        )
+        return t in flow or _has_row_for_each(t, rows)
 
     if any(t.is_nested and t.layout == torch.strided for t in others):
         raise UserError(STRIDED)
     digits = "".join("1" if of_batch(t) else "0" for t in others)
     return USE + digits if "1" in digits else DERIVE
+
+
+def _has_row_for_each(constant: Tensor, rows: int | None) -> bool:
+    """Tell whether a constant has a row for each example (a first state, an index), or equal ones for several of each, as token
+    types that nobody gave have: it is best treated like a tensor of the batch."""
+    if constant.dim() < 2 or not rows or isinstance(constant, nn.Parameter):
+        return False
+    count = constant.shape[0]
+    if count <= rows or count % rows or constant.is_nested or constant.layout != torch.strided:
+        return count == rows > 1
+    # of a large mask, two rows tell
+    return torch.equal(constant[0], constant[-1]) and torch.equal(constant, constant[:1].expand_as(constant))
 
 
 def _derive(call: Call) -> Any:

@@ -2,14 +2,16 @@
 
 `nn.MultiheadAttention`, `nn.LSTM`, `nn.GRU`, `nn.RNN`, their cells and `nn.EmbeddingBag` hand their weights to a single C++
 function, where no tap can go. These forwards compute the same with ``F.linear`` and ``F.embedding``, whose parameters `following`
-follows. What they don't cover (key and value biases, inputs without a batch) runs natively and is left to the per-example loop:
-exact, and slow.
+follows; so does what stands for `F.multi_head_attention_forward` in modules of one's own. What they don't cover (key
+and value biases, inputs without a batch) runs natively and is left to the per-example loop: exact, and slow.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -37,23 +39,67 @@ def multihead_attention(
     """Attention over ``[B, T, E]`` (``[T, B, E]`` without ``batch_first``), with boolean (True: hidden) or additive masks."""
     if query.dim() != 3 or self.bias_k is not None or self.add_zero_attn:
         return NotImplemented
+    separate = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+    out, attended = _attended(
+        (query, key, value), self.batch_first, self.num_heads,
+        self.in_proj_weight if self._qkv_same_embed_dim else separate, self.in_proj_bias,
+        self.dropout if self.training else 0.0, key_padding_mask, attn_mask, need_weights, average_attn_weights,
+    )  # fmt: skip
+    out = self.out_proj(out)
+    return (out if self.batch_first else out.transpose(0, 1)), attended
+
+
+def attention_function(*args: Any, **kwargs: Any) -> Any:
+    """`F.multi_head_attention_forward`, which attention of one's own calls with weights of its own, over ``[T, B, E]``."""
+    bound = inspect.signature(F.multi_head_attention_forward).bind(*args, **kwargs)
+    bound.apply_defaults()
+    given = SimpleNamespace(**bound.arguments)
+    more = (given.bias_k, given.bias_v, given.static_k, given.static_v)
+    if given.query.dim() != 3 or given.add_zero_attn or any(part is not None for part in more):
+        return NotImplemented
+    separate = (given.q_proj_weight, given.k_proj_weight, given.v_proj_weight)
+    out, attended = _attended(
+        (given.query, given.key, given.value), False, given.num_heads,
+        separate if given.use_separate_proj_weight else given.in_proj_weight, given.in_proj_bias,
+        given.dropout_p if given.training else 0.0, given.key_padding_mask, given.attn_mask,
+        given.need_weights, given.average_attn_weights,
+    )  # fmt: skip
+    return F.linear(out, given.out_proj_weight, given.out_proj_bias).transpose(0, 1), attended
+
+
+def _attended(
+    given: tuple[Tensor, Tensor, Tensor],
+    batch_first: bool,
+    heads: int,
+    weights: Any,
+    bias: Any,
+    dropout: float,
+    key_padding_mask: Tensor | None,
+    attn_mask: Tensor | None,
+    need_weights: bool,
+    average: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """What the heads of an attention find, side by side, ``[B, T, E]``, and with which weights.
+
+    Args:
+        given: query, key and value.
+        weights: of the projections, in one matrix or in three.
+        bias: of all three.
+        average: whether the weights are a mean over the heads.
+    """
+    query, key, value = given
     same = query is key and key is value
-    if not self.batch_first:
-        query, key, value = (x.transpose(0, 1) for x in (query, key, value))
-    bias = self.in_proj_bias
-    if self._qkv_same_embed_dim and same:
-        q, k, v = F.linear(query, self.in_proj_weight, bias).chunk(3, dim=-1)
+    if not batch_first:
+        query, key, value = (x.transpose(0, 1) for x in given)
+    if isinstance(weights, Tensor) and same:
+        q, k, v = F.linear(query, weights, bias).chunk(3, dim=-1)
     else:
-        if self._qkv_same_embed_dim:
-            weights = self.in_proj_weight.chunk(3)
-        else:
-            weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+        apart = weights.chunk(3) if isinstance(weights, Tensor) else weights
         biases = (None, None, None) if bias is None else bias.chunk(3)
-        q, k, v = (F.linear(x, w, b) for x, w, b in zip((query, key, value), weights, biases, strict=True))
+        q, k, v = (F.linear(x, w, b) for x, w, b in zip((query, key, value), apart, biases, strict=True))
     # [B, H, T, E / H]
-    q, k, v = (x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for x in (q, k, v))
+    q, k, v = (x.unflatten(-1, (heads, -1)).transpose(1, 2) for x in (q, k, v))
     mask = _attention_mask(attn_mask, key_padding_mask, q, k)
-    dropout = self.dropout if self.training else 0.0
     attended: Tensor | None = None
     if need_weights:
         scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
@@ -61,10 +107,9 @@ def multihead_attention(
         out = attended @ v
     else:
         out = F.scaled_dot_product_attention(q, k, v, mask, dropout)
-    out = self.out_proj(out.transpose(1, 2).flatten(2))
-    if attended is not None and average_attn_weights:
+    if attended is not None and average:
         attended = attended.mean(dim=1)
-    return (out if self.batch_first else out.transpose(0, 1)), attended
+    return out.transpose(1, 2).flatten(2), attended
 
 
 def _attention_mask(attn_mask: Tensor | None, padding: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
@@ -285,3 +330,5 @@ REWRITTEN: dict[type[nn.Module], Forward] = {
     nn.RNNCell: cell,
     nn.EmbeddingBag: embedding_bag,
 }
+# functions that a module of one's own gives its parameters to
+REWRITTEN_FUNCTIONS: dict[Any, Forward] = {F.multi_head_attention_forward: attention_function}

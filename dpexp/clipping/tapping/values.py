@@ -103,7 +103,7 @@ def origin(recorder: Recorder, batched: Sequence[Tensor]) -> Origin:
 def has_rows(call: Call, shape: torch.Size) -> bool:
     """Tell whether what an operation gives, of this shape, can have rows of examples in its first or second dimension."""
     recorder, rows = call.recorder, call.recorder.rows
-    if not shape or not rows or shape[0] % rows == 0 or (len(shape) > 1 and shape[1] == rows):
+    if not shape or not rows or shape[0] % rows == 0 or rows_behind(shape, rows):
         return len(shape) > 0
     if all(t.shape[:1] != shape[:1] for t in call.batched):
         return False
@@ -115,3 +115,13 @@ def has_rows(call: Call, shape: torch.Size) -> bool:
         recorder.current.roles[key] = PICKED
         return True
     return False
+
+
+def rows_behind(shape: torch.Size, rows: int | None) -> int:
+    """Return how many rows each example may have in the second dimension; 0 where it has another size.
+
+    Several are tokens behind experts or positions, and have features of their own.
+    """
+    if not rows or len(shape) < 2 or shape[1] % rows:
+        return 0
+    return shape[1] // rows if len(shape) > 2 else int(shape[1] == rows)
