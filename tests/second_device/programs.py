@@ -123,7 +123,11 @@ def checks(folder: Path, device: torch.device) -> Iterator[tuple[str, Callable[[
         yield f"own loop {kind}", partial(alike, folder / f"loop {kind}", device, losses_of, settings)
     yield "own loop in bf16", lambda: str(own_loop(folder / "bf16", device, in_bf16)[1] or "")
     yield "own loop with a collate function", partial(collated, folder / "collated", device)
-    for wrong, why in {by_the_mean: "mixes examples", mixed_up: "mixes examples", seeded: "manual_seed(7)"}.items():
+    for wrong, why in {
+        by_the_mean: "mixes examples",
+        mixed_up: "mixes examples",
+        seeded: "manual_seed(7)",
+    }.items():
         name = wrong.__name__
         yield f"own loop {name}", partial(refused, folder / name, device, wrong, why)
     for kind, settings in RUNS.items():
