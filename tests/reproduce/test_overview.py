@@ -98,7 +98,7 @@ def test_presets_have_the_printed_hyper_parameters():
 
 @pytest.mark.parametrize("table", ["7", "8", "9"])
 def test_adaptive_thresholds_are_rescaled_on_cifar_alone(table: str):
-    """He et al., App. A.1, where no first threshold is printed; Tables 8 and 9 print one, and there Algorithm 1 is used as it is."""
+    """He et al., App. A.1, where no first threshold is printed; Tables 8 and 9 print one, and follow Algorithm 1 as it is."""
     begins = [cell for cell in paper_table("he2023", table) if cell.row == "Init Threshold"]
     presets = listed("hyperparameters")["presets"][f"he2023_{table}"]
     runs = [compose(f"experiment={name}".split()) for key, name in presets.items() if key != "by"]
