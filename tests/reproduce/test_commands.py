@@ -75,6 +75,7 @@ def test_a_number_that_two_tables_print_has_one_configuration():
         ("he2023", "11a", "Per-layer clipping, fixed", "ε = 8", ["clip.clip_norm=0.1", "optim.lr=20"]),
         ("li2022", "2", "BLEU, ε = 3", "full", ["experiment=li2022_table7_e2e_gpt2_full"]),
         ("li2022", "3", "GPT-2, ε = 3", "F1", ["experiment=li2022_table3_personachat_full", "model=gpt2"]),
+        ("li2022", "3", "HuggingFace (our implementation), non-private", "F1", ["optim.lr=6.25e-5", "optim.batch_size=32"]),
         ("li2022", "figure2", "lr = 10^-3", "B = 16", ["experiment=li2022_table7_e2e_gpt2_full", "optim.batch_size=16"]),
         ("li2022", "9", "ε = 3", "r = 10", ["repetitions=[1,10,100]"]),
     ],

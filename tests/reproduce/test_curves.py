@@ -11,7 +11,7 @@ import yaml
 from dpexp.config import conf_dir
 from dpexp.reproduce import curves
 from dpexp.reproduce.documents import Document
-from dpexp.reproduce.paper import targets
+from dpexp.reproduce.paper import selected, targets
 from dpexp.reproduce.records import by_configuration, load
 from tests.reproduce import samples
 from tests.reproduce.samples import summary, write
@@ -344,3 +344,18 @@ def test_quality_follows_the_first_signal(gain: float, word: str, tmp_path: Path
 def test_runs_of_another_length_do_not_show_the_signal(tmp_path: Path):
     kept = {"signal_to_noise": {"mean": 0.05, "updates": 30, "not_private": True}}
     assert not _build("figure-li-3b", tmp_path, *(summary(seed=s, curves=kept) for s in SEEDS)).rows
+
+
+def test_figure_6_of_li_has_the_tasks_of_its_panels():
+    target = targets("curves")["figure-li-6"]
+    assert target.select["task"] == ["mnli", "sst2", "qqp", "qnli", "dart"]
+    asked = {samples.run_of(command).task.name for command in target.commands["paper"]}
+    assert asked == set(target.select["task"])
+
+
+def test_the_batches_of_figure_3_of_li_are_the_rates_of_its_legend():
+    (legend,) = selected("li2022", "figure3", "q")
+    rates = [2.0 ** int(power.removeprefix("2^")) for power in legend.value.split(", ")]
+    sweep = yaml.safe_load((conf_dir() / "sweep" / "li2022_fig3.yaml").read_text())
+    sizes = str(sweep["hydra"]["sweeper"]["params"]["optim.batch_size"]).split(",")
+    assert [float(size) for size in sizes] == pytest.approx([42061 * rate for rate in rates], abs=0.01)

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from dpexp.config import compose
 from dpexp.reproduce import hyperparameters, overview
 from dpexp.reproduce.documents import Document, Section, Verdict
+from dpexp.reproduce.paper import listed, paper_table
 from dpexp.reproduce.records import load
 from tests.reproduce.samples import summary, write
 
@@ -92,3 +94,13 @@ def test_presets_have_the_printed_hyper_parameters():
     shown = {(row["setting"], row["of"]): row["preset"] for row in told}
     assert shown["Learning Rate", "Fixed per-layer"] == "20, times C 2"
     assert shown["Init Threshold", "RoBERTa-base, Fixed"] == "0.1"
+
+
+@pytest.mark.parametrize("table", ["7", "8", "9"])
+def test_adaptive_thresholds_are_rescaled_on_cifar_alone(table: str):
+    """He et al., App. A.1, where no first threshold is printed; Tables 8 and 9 print one, and follow Algorithm 1 as it is."""
+    begins = [cell for cell in paper_table("he2023", table) if cell.row == "Init Threshold"]
+    presets = listed("hyperparameters")["presets"][f"he2023_{table}"]
+    runs = [compose(f"experiment={name}".split()) for key, name in presets.items() if key != "by"]
+    rescaled = {run.clip.rescale for run in runs if run.clip.name == "adaptive_perlayer"}
+    assert rescaled == {not begins}

@@ -84,6 +84,8 @@ def test_infilling_beats_rgp_everywhere_and_helps_sst2(size):
     for task in GLUE:
         assert one[infilling, f"ε = 8, {task}"] > one[rgp, f"ε = 8, {task}"]
         assert one[infilling, f"ε = 8, {task}"] > one[infilling, f"ε = 3, {task}"]
+    below = [task for task in GLUE if one[plain, f"ε = 8, {task}"] < one[rgp, f"ε = 8, {task}"]]
+    assert below == ["QNLI", "SST-2"]  # infilling alone makes the difference there
     gains = [one[infilling, f"ε = {e}, SST-2"] - one[plain, f"ε = {e}, SST-2"] for e in (3, 8)]
     assert min(gains) >= 2.3 - 1e-6
     assert max(gains) <= 6.2 + 1e-6  # the text says 3 to 5 %: CLAIMS, L8
@@ -111,15 +113,14 @@ def test_larger_models_of_li_are_better():
 
 
 @pytest.mark.parametrize("table", ["7", "8"])
-def test_full_and_lora_lead_and_top2_and_retrain_fail_under_privacy(table):
+def test_full_or_lora_leads_and_top2_and_retrain_fail_under_privacy(table):
     cells = numbers("li2022", table)
-    for guarantee in GUARANTEES[:2]:
+    for guarantee in GUARANTEES:
         for metric in GENERATION[table]:
             by_method = {method: cells[f"{method}, {guarantee}", metric] for method in METHODS}
             order = sorted(by_method, key=by_method.get)
-            assert set(order[:2]) == {"top2", "retrain"}, metric
-            if (table, guarantee, metric) != ("7", "ε = 3", "BLEU"):  # there RGP is above LoRA
-                assert order[-1] in ("full", "LoRA"), metric
+            assert order[-1] in ("full", "LoRA"), metric
+            assert set(order[:2]) == {"top2", "retrain"} or guarantee == GUARANTEES[2], metric
 
 
 @pytest.mark.parametrize("table", ["7", "8"])
