@@ -30,13 +30,16 @@ from tests.training.tiny import run_to_end, tiny_run, weights
 
 
 @pytest.mark.parametrize("size", [8, 16, 64])
-@pytest.mark.parametrize("adaptive", [False, True])
-def test_it_takes_the_steps_of_the_training_loop(tmp_path, monkeypatch, size, adaptive):
+@pytest.mark.parametrize("rescale", [None, True, False], ids=["fixed", "rescaled", "adaptive"])
+def test_it_takes_the_steps_of_the_training_loop(tmp_path, monkeypatch, size, rescale):
     again = noise_by_number(monkeypatch)
-    run = tiny_run(steps=20, adaptive=adaptive)
+    run = tiny_run(steps=20, adaptive=rescale is not None)
     run.optim.name, run.optim.lr = "sgd", 0.5
-    run.clip.groups = "layer" if adaptive else "flat"
-    settings = {"groups": "layer", "target_quantile": 0.5} if adaptive else {}
+    settings = {}
+    run.clip.groups = "flat"
+    if rescale is not None:
+        run.clip.groups, run.clip.rescale = "layer", rescale
+        settings = {"groups": "layer", "target_quantile": 0.5, "rescale": rescale}
     again()
     trainer = run_to_end(tmp_path / "loop", run, model=network())
     again()

@@ -171,6 +171,9 @@ def test_what_does_not_fit_is_refused_at_once(tmp_path, wrong, named):
         ({"fixed_length": 1}, "fixed_length=1 is neither True nor False"),
         ({"quantile_budget": 0.5}, "quantile_budget=0.5 does nothing while thresholds are fixed"),
         ({"quantile_lr": 0.1}, "quantile_lr=0.1 does nothing while thresholds are fixed"),
+        ({"rescale": "no"}, "rescale='no' is neither True nor False"),
+        ({"rescale": False, "groups": "layer"}, "rescale=False does nothing with fixed thresholds"),
+        ({"rescale": False, "target_quantile": 0.5}, "rescale=False does nothing with one group"),
     ],
     ids=lambda case: next(iter(case)) if isinstance(case, dict) else "",
 )

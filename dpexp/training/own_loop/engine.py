@@ -68,9 +68,11 @@ class PrivacyEngine:
         rule: ``abadi``, ``automatic`` (AUTO-S) or ``normalized`` (AUTO-V).
         engine: how the clipped sum is computed; see `dpexp.clipping.attach`.
         target_quantile: let each threshold follow this quantile of the norms (He et al. 2023, Algorithm 1); None: fixed
-            thresholds. With several groups they are rescaled so that all together stay C (App. A.1).
+            thresholds.
         quantile_budget: the share of every step's budget that this costs.
         quantile_lr: how fast thresholds follow.
+        rescale: whether thresholds of several groups are rescaled so that all together stay C (App. A.1), and the noise what it
+            is; False: each group is clipped at its own quantile, and the noise follows the thresholds.
         allocation: of the noise to the groups: ``global``, ``equal_budget`` or ``weighted``.
         accountant: ``rdp``, ``prv`` or ``pld``; it decides the noise.
         schedule: how the noise changes over time, see `dpexp.privacy.schedules`.
@@ -114,6 +116,7 @@ class PrivacyEngine:
         target_quantile: float | None = None,
         quantile_budget: float = QUANTILE_BUDGET,
         quantile_lr: float = QUANTILE_LR,
+        rescale: bool = True,
         allocation: str = "global",
         accountant: str = "rdp",
         schedule: str | Mapping[str, Any] = "constant",
@@ -134,7 +137,7 @@ class PrivacyEngine:
             loss_scale=loss_scale, rows_per_example=rows_per_example, checkpoint_every=checkpoint_every, trials=trials,
             noise_seed=noise_seed,
         )  # fmt: skip
-        check_flags(fixed_length=fixed_length, secure=secure)
+        check_flags(fixed_length=fixed_length, secure=secure, rescale=rescale)
         self.folder = checked_folder(folder)
         self.model, self.dataset, self._fixed_length = unwrapped(model), dataset, fixed_length
         check_optimizer(self.model, optimizer)
@@ -146,7 +149,7 @@ class PrivacyEngine:
         check_dataset(dataset, users)
         planned = Planned.of(
             numbers, dataset, users, delta=delta, accountant=accountant, schedule=schedule, groups=groups, rule=rule,
-            allocation=allocation, secure=secure,
+            rescale=rescale, allocation=allocation, secure=secure,
         )  # fmt: skip
         self._run = run = OwnRun(
             self.model, optimizer, dataset, self.folder, planned, scheduler=scheduler, wrappers=wrappers, ranks=self.ranks,

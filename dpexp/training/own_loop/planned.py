@@ -7,6 +7,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dpexp.errors import UserError
 from dpexp.privacy.caveats import pointless
 from dpexp.privacy.plan import Plan, make_plan
 from dpexp.schemas import ClipConfig, PrivacyConfig, RunConfig
@@ -43,6 +44,7 @@ class Planned:
         schedule: str | Mapping[str, Any],
         groups: Any,
         rule: str,
+        rescale: bool,
         allocation: str,
         secure: bool,
     ) -> Planned:
@@ -55,6 +57,13 @@ class Planned:
         units = units_of(len(dataset), users, numbers.rows_per_example)
         refuse_other_rows(dataset, users)
         adaptive = numbers.target_quantile is not None
+        if not rescale and (not adaptive or groups == "flat"):
+            why = (
+                "one group: leave it out"
+                if adaptive
+                else "fixed thresholds: give target_quantile too, or leave it out"
+            )
+            raise UserError(f"rescale=False does nothing with {why}")
         plan = make_plan(
             num_examples=units.count,
             unit=units.config.name,
@@ -78,6 +87,7 @@ class Planned:
                 adaptive=adaptive,
                 target_quantile=numbers.target_quantile or 0.5,
                 quantile_lr=numbers.quantile_lr,
+                rescale=rescale,
             ),
             privacy=PrivacyConfig(noise_seed=numbers.noise_seed, release="strict", secure=secure),
             unit=units.config,
