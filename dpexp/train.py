@@ -141,9 +141,7 @@ def train(run: RunConfig, folder: Path, console: Console, ranks: Ranks = ALONE) 
     if run.model.frozen_features:
         texts = task
         task, learner = ranks.first(
-            lambda: freeze(
-                texts, bundle, run.data, device, run.runtime.precision, private=run.clip.private
-            )
+            lambda: freeze(texts, bundle, run.data, device, run.runtime.precision, private=run.clip.private)
         )
 
     task = by_user(run, task)

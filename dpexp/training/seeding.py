@@ -50,7 +50,7 @@ class Seeds:
             generators.seed(generator, stream(self.key, f"data {number} {place}", step, attempt))
 
     def leave(self) -> None:
-        """Seed again behind a step: states of generators are saved with many a checkpoint, and the last dropout follows from them."""
+        """Seed again behind a step: many a checkpoint holds states of generators, from which the last dropout follows."""
         self.begin(*self._place[:2], -1)
 
     def made(self) -> None:
