@@ -140,7 +140,9 @@ def train(run: RunConfig, folder: Path, console: Console, ranks: Ranks = ALONE) 
     learner = bundle
     if run.model.frozen_features:
         texts = task
-        task, learner = ranks.first(lambda: freeze(texts, bundle, run.data, device, run.runtime.precision))
+        task, learner = ranks.first(
+            lambda: freeze(texts, bundle, run.data, device, run.runtime.precision, private=run.clip.private)
+        )
 
     task = by_user(run, task)
     ranks.agree("who gave which rows", task.data.sha256)

@@ -22,6 +22,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
+from dpexp.clipping.independence.batches import Arrangement
+from dpexp.clipping.independence.look import Look
+from dpexp.clipping.independence.replay import Replay
 from dpexp.durable import cache_folder, keep_cached
 from dpexp.errors import UserError, either
 from dpexp.models.precision import autocast
@@ -40,6 +43,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 # that go through the encoder together
 BATCH, IMAGES = 256, 32
+# rows of which it is asked whether the encoder keeps them apart
+LOOKED_AT = 8
 FORMAT = 1
 NOTE = "features: computed once by the frozen encoder, without dropout; the head alone is trained"
 
@@ -103,7 +108,13 @@ class FrozenFeatures(Classification):
 
 
 def freeze(
-    task: Task, bundle: ModelBundle, data: DataConfig, device: torch.device, precision: str = "fp32"
+    task: Task,
+    bundle: ModelBundle,
+    data: DataConfig,
+    device: torch.device,
+    precision: str = "fp32",
+    *,
+    private: bool = False,
 ) -> tuple[FrozenFeatures, ModelBundle]:
     """Compute the features of all splits, or take them from the cache.
 
@@ -114,12 +125,13 @@ def freeze(
         data: its cache is where features lie; they are private like the data they come from, and for their owner alone.
         device: where to compute.
         precision: of the encoder's pass: fp32, bf16 or fp16. The features are kept as float32.
+        private: whether the head is trained with privacy, which needs features that depend on their own row alone.
 
     Returns:
         The task on features, and the head as the model to train. It is the head of ``bundle``, which is whole when it is trained.
 
     Raises:
-        UserError: a task or a model of another kind.
+        UserError: a task or a model of another kind, or, with privacy, an encoder that mixes the rows of a batch.
     """
     model = bundle.model
     if not isinstance(task, TextClassification | ImageClassification) or not hasattr(model, "pooled"):
@@ -133,6 +145,7 @@ def freeze(
         raise UserError("model.frozen_features=true trains the head alone: set model.trainable=head")
     cache = cache_folder(data.cache) / "features"
     model.to(device)
+    unproven = _look(model, task, device) if private else None
     weights = _weights_hash(model) + ("" if precision == "fp32" else f" {precision}")
     values = {
         split: _cached(cache, f"{weights} {_content_hash(task, rows)}", model, task, rows, device, precision)
@@ -140,7 +153,52 @@ def freeze(
     }
     head = nn.Sequential(model.get_submodule("dropout"), model.get_submodule("classifier"))
     names = [name for name, _ in head.named_parameters()]
-    return FrozenFeatures(task, values), dataclasses.replace(bundle, model=head, trainable=names)
+    frozen = FrozenFeatures(task, values)
+    if unproven is not None:
+        log.warning("not proven: %s", unproven)
+        frozen.data.notes.append(unproven)
+    return frozen, dataclasses.replace(bundle, model=head, trainable=names)
+
+
+class _Pooled(nn.Module):
+    """The encoder and its pooling as a module, whose forward can be run again."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, **inputs: Tensor) -> Tensor:
+        return self.model.pooled(**inputs)  # type: ignore[operator]
+
+
+@torch.no_grad()
+def _look(
+    model: nn.Module, task: TextClassification | ImageClassification, device: torch.device
+) -> str | None:
+    """Make the features of a few rows again among other rows: no clipper ever sees the encoder.
+
+    The rows are public where the dev set has two; else nothing is told of them but that they mix. No padding is added to them:
+    features are made of texts of one length.
+
+    Returns:
+        Why nothing could be compared, in words; None where it could.
+
+    Raises:
+        UserError: what a row gets out of the encoder depends on the others of its batch.
+    """
+    rows = task.dev if len(task.dev) > 1 else task.train
+    count = min(LOOKED_AT, len(rows))
+    if count < 2:
+        return "the frozen encoder was not looked at: fewer than two examples"
+    batch = task.collate([rows[i] for i in range(count)])
+    inputs = {name: tensor.to(device) for name, tensor in batch.items() if name != "labels"}
+    with evaluation_mode(model):
+        look = Look(Replay(_Pooled(model), (), inputs), Arrangement(count))
+        try:
+            look.run(padding=False)
+        except UserError as error:
+            raise UserError(f"model.frozen_features=true: {error}") from None
+    return None if look.compared else f"the frozen encoder was not looked at: {look.failure}"
 
 
 @torch.no_grad()

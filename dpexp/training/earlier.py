@@ -1,7 +1,7 @@
 """What a model has learnt from private data before a run: the run's own ε says nothing of that."""
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -11,6 +11,8 @@ from dpexp.privacy.ledger import Ledger
 from dpexp.training.watching.guards import few_numbers
 
 CARD = "PRIVACY.md"
+# ways of PEFT to begin that read rows of data
+BY_DATA = ("eva", "corda", "lora_ga")
 
 # a digest of weights -> folder of the run that left them
 _runs: dict[bytes, Path] = {}
@@ -61,7 +63,8 @@ def remembering(weights: Sequence[Tensor], ledger: Ledger, folder: Path) -> Call
 def learnt_before(model: nn.Module, source: str, folder: Path | None) -> str | None:
     """Say what another run has taught a model, in words that go with what could not be proven; None where nothing is known.
 
-    Only a run in this process is known, whatever model its weights are in now, and weights that lie beside a PRIVACY.md. Which
+    Only a run in this process is known, whatever model its weights are in now, weights that lie beside a PRIVACY.md, and adapters
+    of PEFT that begin where rows of data have put them. Which
     rows both have seen nobody can tell from their hashes: data to which rows were added have another one.
 
     Args:
@@ -82,5 +85,12 @@ def learnt_before(model: nn.Module, source: str, folder: Path | None) -> str | N
         return (
             f"that this epsilon is all that the weights tell of the data: {source} holds a {CARD}, so that they have learnt from "
             "private data before. Of somebody who is in both data sets they tell what both epsilons and deltas allow together"
+        )
+    tables = (getattr(part, "peft_config", None) for part in model.modules())
+    configs = [config for table in tables if isinstance(table, Mapping) for config in table.values()]
+    if ways := [way for way in BY_DATA if way in [getattr(c, "init_lora_weights", None) for c in configs]]:
+        return (
+            f"that this epsilon is all that the weights tell of the data: init_lora_weights={ways[0]} has made adapters of rows "
+            "of data, which are published with the model. Take public rows for it, or a way to begin that reads none"
         )
     return None

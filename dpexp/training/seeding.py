@@ -49,6 +49,10 @@ class Seeds:
         for place, generator in enumerate(self._of_data):
             generators.seed(generator, stream(self.key, f"data {number} {place}", step, attempt))
 
+    def leave(self) -> None:
+        """Seed again behind a step: many a checkpoint holds states of generators, from which the last dropout follows."""
+        self.begin(*self._place[:2], -1)
+
     def made(self) -> None:
         """Seed again where the present batch is made, and making it has seeded: a data set does so by its rows."""
         if self._seeds != self._now():

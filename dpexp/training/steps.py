@@ -347,6 +347,7 @@ class Steps:
                 else noisy_means(counts, bounds, self.expected_batch)
             )
         self.taken += 1
+        self.seeds.leave()
         if self.on_taken is not None:
             self.on_taken()
         return True

@@ -78,6 +78,18 @@ def test_each_row_is_a_function_of_its_own_text(task: Task, settings: DataConfig
         batch.pop("labels")
         torch.testing.assert_close(row.values, model().model.eval().pooled(**batch)[0])
     assert small.collate([])["features"].shape == (0, 16)
+
+
+def test_an_encoder_that_goes_by_its_batch_is_refused_with_privacy(task: Task, settings: DataConfig) -> None:
+    """As Nyströmformer's attention does, in evaluation mode too: it divides by a number of the whole batch."""
+    mixing = model()
+    layer = mixing.model.bert.encoder.layer[-1].output
+    layer.register_forward_hook(lambda module, inputs, output: output / output.abs().max())
+    features.freeze(task, mixing, settings, CPU)
+    with pytest.raises(UserError, match=r"frozen_features=true: .*mixes examples"):
+        features.freeze(task, mixing, settings, CPU, private=True)
+    small, _ = features.freeze(task, model(), settings, CPU, private=True)
+    assert not [note for note in small.data.notes if "not looked at" in note]
     assert small.losses(torch.nn.Linear(16, 2), small.collate([])).shape == (0,)
 
 

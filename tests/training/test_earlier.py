@@ -3,6 +3,7 @@
 import copy
 import shutil
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -126,6 +127,16 @@ def test_weights_beside_a_card_have_learnt_from_private_data(tmp_path):
             model, torch.optim.SGD(model.parameters(), lr=0.1), data(), folder=tmp_path / "run", **settings
         )
     engine.close()
+
+
+@pytest.mark.parametrize(("way", "read"), [("eva", True), (True, False), ("pissa", False)])
+def test_adapters_that_begin_by_rows_of_data_are_told(tmp_path, way, read):
+    """PEFT's EVA takes the principal components of what the layers see of them."""
+    model = network()
+    model.peft_config = {"default": SimpleNamespace(init_lora_weights=way)}
+    _, told = second(tmp_path, torch.nn.Sequential(model))
+    assert bool(told) == read
+    assert not read or "init_lora_weights=eva" in told[0]
 
 
 def test_the_card_of_one_run_of_several_on_the_same_data_asks_for_trials(tmp_path):

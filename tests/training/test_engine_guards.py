@@ -709,6 +709,19 @@ def test_dropout_does_not_draw_from_a_seed_that_making_a_batch_has_left(tmp_path
     assert not set(drawn("another key", 12)) & set(one)
 
 
+def test_where_generators_stand_behind_a_step_gives_no_dropout_away(tmp_path):
+    """Many a loop saves their states with a checkpoint, as accelerate's save_state does."""
+    engine = make(tmp_path, network(dropout=0.5), steps=2)
+    for batch in engine.batches(physical_batch_size=NUM_EXAMPLES):
+        losses = losses_of(engine, batch)
+        drawn = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+        assert engine.step(losses)
+        behind = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+        assert not torch.equal(behind[0], drawn[0])
+        assert behind[1] != drawn[1]
+        assert behind[2] != drawn[2]
+
+
 class Jittered(torch.utils.data.Dataset):
     """Draws from generators of its own, of every kind, and of a transform's."""
 

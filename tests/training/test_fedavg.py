@@ -220,6 +220,35 @@ def test_a_buffer_that_counts_forwards_does_not_count_users() -> None:
     assert (float(model.forwards), float(model.replaced)) == (0, 0)
 
 
+class Cools(nn.Module):
+    """Has a temperature that falls with each call, in an attribute and in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3).double()
+        self.temperature, self.calls = 1.0, [0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.temperature *= 0.9
+        self.calls[0] += 1
+        return self.layer(x) / self.temperature * self.calls[0]
+
+
+def test_the_update_of_a_user_does_not_go_by_how_many_were_drawn_before() -> None:
+    def update(model: nn.Module, users: list[tuple[Tensor, Tensor, Tensor]]) -> Tensor:
+        clipper = clipper_of(model, clip_norm=1e3)
+        for user in users:
+            model.zero_grad()
+            add(clipper, user)
+        return torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.grad is not None])
+
+    first, *_, last = users_data()
+    model, other = Cools(), Cools()
+    other.load_state_dict(model.state_dict())
+    torch.testing.assert_close(update(model, [first, last]), update(other, [last]))
+    assert (model.temperature, model.calls) == (1.0, [0])
+
+
 @pytest.mark.parametrize("size", [3e37, 2e38])
 def test_an_update_near_overflow_is_clipped_too(size: float) -> None:
     """The factor has few bits below 1e-38, where 32-bit numbers are no longer normal: it was rounded up to 1.8 times itself."""

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from dpexp.clipping.distributed import Sums
 from dpexp.clipping.groups import GroupsSpec
+from dpexp.clipping.independence.state import State
 from dpexp.clipping.methods.watched import WatchedClipper
 from dpexp.errors import UserError
 
@@ -21,21 +22,12 @@ ROUNDING = 2.0**-20
 
 
 @contextmanager
-def buffers_kept(model: nn.Module) -> Iterator[None]:
-    """Whatever is written to buffers inside is lost: even a number of forwards says how many users were drawn."""
-    kept = [
-        (module._buffers, name, b, b.detach().clone())
-        for module in model.modules()
-        for name, b in module._buffers.items()
-        if b is not None
-    ]
-    try:
+def kept(model: nn.Module) -> Iterator[None]:
+    """Whatever forwards write to the model inside is lost: even their number says how many users were drawn."""
+    with State(model).installed() as set_back:
+        # to copies, which are written to in the place of what is there
+        set_back()
         yield
-    finally:
-        with torch.no_grad():
-            for buffers, name, b, value in kept:
-                b.copy_(value)
-                buffers[name] = b
 
 
 class LocalClipper(WatchedClipper):
@@ -79,7 +71,7 @@ class LocalClipper(WatchedClipper):
     def see(self, batch: Batch) -> Tensor:
         """Keep the batch of one user for `backward`, and return the ``[1]`` loss under the weights before local training."""
         self._batch = batch
-        with torch.no_grad(), buffers_kept(self.model):
+        with torch.no_grad(), kept(self.model):
             return self.losses(batch)
 
     def check_losses(self, losses: Tensor) -> None:
@@ -97,7 +89,7 @@ class LocalClipper(WatchedClipper):
         assert batch is not None
         before = {name: p.detach().clone() for name, p in self.params.items()}
         try:
-            with buffers_kept(self.model):
+            with kept(self.model):
                 for part in self._parts(batch):
                     gradients = self._gradients(self.losses(part).sum() * loss_scale)
                     with torch.no_grad():
