@@ -210,6 +210,17 @@ def test_a_table_of_which_a_few_rows_train(engine: str) -> None:
     assert exact(model, batches, of_x, engine) == []
 
 
+@pytest.mark.parametrize("engine", ["auto", "bk"])
+def test_positions_first_and_several_rows_of_each_example_behind_them(engine: str) -> None:
+    """As XLNet reads the choices of a question; of positions there may be a multiple of the examples."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        h = self.first(torch.cat([x, x.cos()], 1).view(2 * len(x), LENGTH, WIDTH)).transpose(0, 1)
+        return self.out(torch.tanh(h + self.shift) * self.scale).transpose(0, 1).reshape(len(x), -1)
+
+    assert exact(own(forward, shift=(D,), scale=(D,)), [rows(n, LENGTH) for n in (5, 3, 4, 2, 1)], of_x, engine) == []
+
+
 def test_a_number_may_be_expanded_to_a_number() -> None:
     class Scaled(nn.Linear):
         def __init__(self) -> None:
