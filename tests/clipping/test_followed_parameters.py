@@ -42,6 +42,14 @@ def windows(self: Any, x: Tensor) -> Tensor:
     return self.out(((h @ h.mT + self.bias).softmax(-1) @ h).transpose(1, 2).reshape(x.shape))
 
 
+def shifted_windows(self: Any, x: Tensor) -> Tensor:
+    """A bias beside a mask, of each window another one, that is repeated for each example: as Swin has them."""
+    h = self.first(x).view(2 * len(x), LENGTH // 2, WIDTH)
+    mask = torch.stack([torch.zeros(LENGTH // 2, LENGTH // 2), torch.eye(LENGTH // 2)]).to(x)
+    bias = self.bias + mask.expand(len(x), *mask.shape).reshape(-1, *mask.shape[1:])
+    return self.out((h @ h.mT + bias).softmax(-1) @ h).reshape(x.shape)
+
+
 def router(self: Any, x: Tensor) -> Tensor:
     flat = self.first(x).reshape(-1, WIDTH)
     return self.out(flat * (F.linear(flat, self.weight).softmax(-1) @ self.values)).view(x.shape)
@@ -154,6 +162,7 @@ USES: dict[str, nn.Module] = {
     "constants": own(biases, 1, q=(D,), v=(D,), weight=(3 * D, D)),
     "gates": own(gates, mix=(2,), centres=(3, D), gate=()),
     "products": own(heads, weight=(D, 2, 3), back=(2, 3, D), plain=(D, D)),
+    "shifted windows": own(shifted_windows, bias=(1, LENGTH // 2, LENGTH // 2)),
     "stacked": own(stacked, weight=(LENGTH, D, D), back=(LENGTH, D, D)),
     "experts": own(experts, router=(3, D), up=(3, D, 5), bias=(3, 1, 5), down=(3, 5, D)),
     "identity": own(identity, scale=(D,)),
@@ -208,6 +217,20 @@ def test_a_table_of_which_a_few_rows_train(engine: str) -> None:
     model.register_buffer("table", torch.randn(5, D))
     batches: list[Batch] = [{"x": torch.randint(5, (n, 4))} for n in (3, 4, 1)]
     assert exact(model, batches, of_x, engine) == []
+
+
+@pytest.mark.parametrize("engine", ["auto", "bk"])
+def test_positions_first_and_several_rows_of_each_example_behind_them(engine: str) -> None:
+    """As XLNet reads the choices of a question; of positions there may be a multiple of the examples."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        h = self.first(torch.cat([x, x.cos()], 1).view(2 * len(x), LENGTH, WIDTH)).transpose(0, 1)
+        return self.out(torch.tanh(h + self.shift) * self.scale).transpose(0, 1).reshape(len(x), -1)
+
+    assert (
+        exact(own(forward, shift=(D,), scale=(D,)), [rows(n, LENGTH) for n in (5, 3, 4, 2, 1)], of_x, engine)
+        == []
+    )
 
 
 def test_a_number_may_be_expanded_to_a_number() -> None:

@@ -68,7 +68,9 @@ def spread(call: Call, met: tuple[Value, ...]) -> Any:
     if not has_rows(call, shape):
         return NotImplemented
     wider = [t.dtype for t in others if t.dim() and t.is_floating_point()]
-    in_second = rows_behind(shape, recorder.rows) == 1
+    behind = rows_behind(shape, recorder.rows)
+    # several rows of each example behind positions, too, unless there are as many in front as examples
+    in_second = behind == 1 or (behind > 1 and shape[0] != recorder.rows)
     copies = []
     for value in met:
         leaf = value.leaf
@@ -79,7 +81,7 @@ def spread(call: Call, met: tuple[Value, ...]) -> Any:
             leaf = leaf.to(wider[0])
         aligned = leaf.view((1,) * (len(shape) - leaf.dim()) + tuple(leaf.shape))
         turned = aligned.shape[0] != 1
-        if turned and not (rows_behind(shape, recorder.rows) and aligned.shape[1] == 1):
+        if turned and not (behind and aligned.shape[1] == 1):
             return NotImplemented
         second = shape[1:2] if in_second or turned else aligned.shape[1:2]
         copies.append(aligned.expand(shape[0], *second, *aligned.shape[2:]))

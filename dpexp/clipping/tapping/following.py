@@ -207,15 +207,16 @@ def _role(recorder: Recorder, others: Sequence[Tensor]) -> str:
 
 
 def _has_row_for_each(constant: Tensor, rows: int | None) -> bool:
-    """Tell whether a constant has a row for each example (a first state, an index), or equal ones for several of each, as token
-    types that nobody gave have: it is best treated like a tensor of the batch."""
+    """Tell whether a constant has a row for each example (a first state, an index), or several, the same ones for all, as token
+    types that nobody gave have, and masks of windows: it is best treated like a tensor of the batch."""
     if constant.dim() < 2 or not rows or isinstance(constant, nn.Parameter):
         return False
     count = constant.shape[0]
     if count <= rows or count % rows or constant.is_nested or constant.layout != torch.strided:
         return count == rows > 1
+    of_each = constant.unflatten(0, (rows, -1))
     # of a large mask, two rows tell
-    return torch.equal(constant[0], constant[-1]) and torch.equal(constant, constant[:1].expand_as(constant))
+    return torch.equal(of_each[0, 0], of_each[-1, 0]) and torch.equal(of_each, of_each[:1].expand_as(of_each))
 
 
 def _derive(call: Call) -> Any:
