@@ -224,7 +224,7 @@ def one_step(run: RunConfig) -> str:
             small.model, small.peft, scale="demo", seed=small.seed, tokenizer=tokenizer
         )
         if small.model.frozen_features:
-            task, bundle = freeze(task, bundle, small.data, device)
+            task, bundle = freeze(task, bundle, small.data, device, private=small.clip.private)
         task = by_user(small, task)
         groups = budget_groups(small, task.num_examples)
         made = build_plan(small, task.num_examples, 1, groups)
