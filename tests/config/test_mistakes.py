@@ -508,7 +508,12 @@ def test_bad_input_is_one_line_and_status_2(tmp_path, arguments):
             ("task=sst2", "clip=adaptive_flat", "clip.clip_norm=0.3"),
             "clip.clip_norm=0.3 does nothing with clip=adaptive_flat",
         ),
-        (("task=sst2", "clip=adaptive_perlayer", "clip.clip_norm=0.3"), ""),
+        (
+            ("task=sst2", "clip=adaptive_perlayer", "clip.clip_norm=0.3"),
+            "clip.clip_norm=0.3 does nothing with clip=adaptive_perlayer",
+        ),
+        # thresholds that are rescaled to C
+        (("task=cifar10", "clip=adaptive_perlayer", "clip.clip_norm=0.3"), ""),
     ],
 )
 def test_a_borrowed_learning_rate_and_a_threshold_that_nobody_reads_are_noted(tmp_path, words, noted):
