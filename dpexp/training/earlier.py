@@ -64,8 +64,8 @@ def learnt_before(model: nn.Module, source: str, folder: Path | None) -> str | N
     """Say what another run has taught a model, in words that go with what could not be proven; None where nothing is known.
 
     Only a run in this process is known, whatever model its weights are in now, weights that lie beside a PRIVACY.md, and adapters
-    of PEFT that begin where rows of data have put them. Which
-    rows both have seen nobody can tell from their hashes: data to which rows were added have another one.
+    of PEFT that begin where rows of data have put them. Which rows both have seen nobody can tell from their hashes: data to
+    which rows were added have another one.
 
     Args:
         model: with the weights that a run begins with.

@@ -12,6 +12,7 @@ import _codecs
 import contextlib
 import errno
 import fcntl
+import gc
 import hashlib
 import io
 import json
@@ -90,9 +91,12 @@ def exclusive(folder: Path, waiting: Callable[[], object] | None = None) -> Iter
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 if waiting is None:
-                    raise
-                waiting()
-                fcntl.flock(file, fcntl.LOCK_EX)
+                    # an engine that nobody has any more may be held by a cycle, such as that of an error and its traceback
+                    gc.collect()
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                else:
+                    waiting()
+                    fcntl.flock(file, fcntl.LOCK_EX)
         except BlockingIOError:
             raise UserError(
                 f"{folder} is in use: by another process (wait for it, or take another folder or seed), or by a PrivacyEngine of "

@@ -78,6 +78,7 @@ def test_each_row_is_a_function_of_its_own_text(task: Task, settings: DataConfig
         batch.pop("labels")
         torch.testing.assert_close(row.values, model().model.eval().pooled(**batch)[0])
     assert small.collate([])["features"].shape == (0, 16)
+    assert small.losses(torch.nn.Linear(16, 2), small.collate([])).shape == (0,)
 
 
 def test_an_encoder_that_goes_by_its_batch_is_refused_with_privacy(task: Task, settings: DataConfig) -> None:
@@ -90,7 +91,6 @@ def test_an_encoder_that_goes_by_its_batch_is_refused_with_privacy(task: Task, s
         features.freeze(task, mixing, settings, CPU, private=True)
     small, _ = features.freeze(task, model(), settings, CPU, private=True)
     assert not [note for note in small.data.notes if "not looked at" in note]
-    assert small.losses(torch.nn.Linear(16, 2), small.collate([])).shape == (0,)
 
 
 def test_they_are_computed_once_and_again_for_other_weights_or_texts(

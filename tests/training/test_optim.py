@@ -94,7 +94,8 @@ def test_an_optimiser_of_ones_own_gets_the_rate_and_its_settings(own):
 @pytest.mark.parametrize(
     ("name", "config", "says"),
     [
-        ("slow", {"shares": 1}, "unexpected keyword argument 'shares'; it is called with the parameters, with lr=0.5"),
+        # a name unlike all others, or Python 3.13 asks which one was meant
+        ("slow", {"alpha": 1}, "unexpected keyword argument 'alpha'; it is called with the parameters, with lr=0.5"),
         ("some", {}, "moves 1 of the 2 parameters"),
         ("nothing", {}, "made a NoneType, and a torch.optim.Optimizer is wanted"),
         ("absent", {}, "has no absent"),

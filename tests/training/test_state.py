@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import gc
 import json
 import os
 import signal
@@ -230,6 +231,21 @@ def test_a_forked_process_neither_keeps_a_folder_nor_gives_it_back(tmp_path, lea
         if not leaves:
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
+
+
+def test_a_folder_that_only_a_cycle_holds_is_free(tmp_path):
+    """As an engine does that met an error, whose traceback holds both, on Python 3.13."""
+    held = state.exclusive(tmp_path)
+    held.__enter__()
+    cycle: list = [held]
+    cycle.append(cycle)
+    gc.disable()
+    try:
+        del held, cycle
+        with state.exclusive(tmp_path):
+            pass
+    finally:
+        gc.enable()
 
 
 def test_a_job_of_a_grid_waits_for_another_one_with_its_settings(tmp_path):
