@@ -215,7 +215,7 @@ def test_checkpoints_elsewhere_may_be_named_by_text(tmp_path):
         engine.save(tmp_path / "file" / "below")
 
 
-def test_numbers_may_be_those_of_other_libraries(tmp_path):
+def test_numbers_and_flags_may_be_those_of_other_libraries(tmp_path):
     numbers = {
         "batch_size": np.float32(20),
         "steps": np.int64(2),
@@ -223,9 +223,20 @@ def test_numbers_may_be_those_of_other_libraries(tmp_path):
         "noise_multiplier": Fraction(3, 2),
         "target_quantile": np.float16(0.5),
         "checkpoint_every": np.int8(1),
+        "groups": "layer",
+        "rescale": np.False_,
     }
     engine = train(make(tmp_path, **numbers))
     assert engine.finished
+    engine.close()
+    own = {
+        "batch_size": 20,
+        "steps": 2,
+        "noise_multiplier": 1.5,
+        "target_quantile": 0.5,
+        "checkpoint_every": 1,
+    }
+    assert make(tmp_path, **(numbers | own | {"rescale": False})).finished
     assert (
         engine.plan.to_dict()
         == make(tmp_path / "own", steps=2, noise_multiplier=1.5, target_quantile=0.5).plan.to_dict()

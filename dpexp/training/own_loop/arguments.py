@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import warnings
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import wraps
 from numbers import Integral, Real
 from pathlib import Path
@@ -109,8 +109,9 @@ def named(function: Callable[P, T]) -> Callable[P, T]:
     return checked
 
 
-def check_flags(**arguments: Any) -> None:
-    """Refuse what is neither True nor False: any text counts as true, also "no".
+def checked_flags(**arguments: Any) -> Iterator[bool]:
+    """Yield flags as Python's own, whatever library they come from, and refuse what is neither True nor False: any text counts as
+    true, also "no".
 
     Raises:
         UserError: the first of them.
@@ -118,6 +119,7 @@ def check_flags(**arguments: Any) -> None:
     for name, value in arguments.items():
         if type(value).__name__ not in ("bool", "bool_"):
             raise UserError(f"{name}={value!r} is neither True nor False: give one of them, without quotes")
+        yield bool(value)
 
 
 def check_numbers(**arguments: Any) -> None:

@@ -25,8 +25,8 @@ from dpexp.training.own_loop.arguments import (
     Numbers,
     beneath_accelerate,
     check_dataset,
-    check_flags,
     check_optimizer,
+    checked_flags,
     checked_folder,
     named,
 )
@@ -137,7 +137,9 @@ class PrivacyEngine:
             loss_scale=loss_scale, rows_per_example=rows_per_example, checkpoint_every=checkpoint_every, trials=trials,
             noise_seed=noise_seed,
         )  # fmt: skip
-        check_flags(fixed_length=fixed_length, secure=secure, rescale=rescale)
+        fixed_length, secure, rescale = checked_flags(
+            fixed_length=fixed_length, secure=secure, rescale=rescale
+        )
         self.folder = checked_folder(folder)
         self.model, self.dataset, self._fixed_length = unwrapped(model), dataset, fixed_length
         check_optimizer(self.model, optimizer)
