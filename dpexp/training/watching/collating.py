@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -182,7 +183,7 @@ def refuse_company(
 
     def make(chosen: list[int]) -> Any:
         places = [u * rows_per_unit + row for u in chosen for row in range(rows_per_unit)]
-        rows = copy.deepcopy([examples[place] for place in places]) if read is None else read(places)
+        rows = copies([examples[place] for place in places]) if read is None else read(places)
         return collate_fn(rows)
 
     with generators.kept():
@@ -326,7 +327,22 @@ def refuse_other_order(collate_fn: Collate, examples: Sequence[Any], batch: Any)
 
 def _seeded(collate_fn: Collate, examples: list[Any], seed: int) -> Any:
     generators.seed_public(seed)
-    return collate_fn(copy.deepcopy(examples))
+    return collate_fn(copies(examples))
+
+
+def copies(examples: Any) -> Any:
+    """Copy what a collate function might change, whatever it consists of."""
+    with _Rows():
+        return copy.deepcopy(examples)
+
+
+class _Rows(TorchFunctionMode):
+    """Copies the rows of a large tensor by themselves, where torch would copy all of it for each of them."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not Tensor.__deepcopy__ or (row := args[0]).layout != torch.strided or row.requires_grad:
+            return func(*args, **kwargs or {})
+        return row.clone() if row.untyped_storage().nbytes() > row.nbytes else func(*args)
 
 
 def _changed(leaf: Any) -> Any:
@@ -347,7 +363,7 @@ def collated(collate_fn: Collate, examples: Sequence[Any]) -> Any:
     """Collate copies; None where that fails, as of a single example."""
     try:
         with generators.kept():
-            return collate_fn([copy.deepcopy(example) for example in examples])
+            return collate_fn([copies(example) for example in examples])
     except Exception:
         return None
 
