@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import TensorDataset
 
 from dpexp.errors import UserError
 from tests.training.own_loop import make, train
@@ -386,3 +387,29 @@ def test_what_an_earlier_batch_has_left_is_followed_by_each_name(tmp_path, writt
 
     with pytest.raises(UserError, match="an earlier batch has left behind"):
         run(tmp_path, losses)
+
+
+class Anchored(nn.Module):
+    """Has public rows in two buffers, which are one memory."""
+
+    def __init__(self, public):
+        super().__init__()
+        self.linear = nn.Linear(len(public), 3)
+        self.register_buffer("anchors", public)
+        self.register_buffer("same", public[:])
+
+    def forward(self, x):
+        return self.linear(x @ self.anchors.T)
+
+
+def test_no_file_of_a_model_holds_private_rows_that_lie_beside_its_public_ones(tmp_path):
+    rows = torch.randn(200, 10)
+    model = Anchored(rows[:4])
+    private = TensorDataset(rows[4:], torch.zeros(196, dtype=torch.long))
+    engine = train(make(tmp_path / "run", model, dataset=private))
+    torch.save(model.state_dict(), tmp_path / "model.pt")
+    engine.save(tmp_path / "saved")
+    for file in tmp_path.rglob("*.pt"):
+        assert rows[4].numpy().tobytes() not in file.read_bytes()
+    assert torch.equal(model.anchors, rows[:4])
+    assert model.anchors.data_ptr() == model.same.data_ptr() != rows.data_ptr()

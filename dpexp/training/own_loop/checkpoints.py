@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from pathlib import Path
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from dpexp.clipping.thresholds import FixedThresholds
 from dpexp.durable import make_folder
@@ -14,6 +16,43 @@ from dpexp.privacy.ledger import Ledger
 from dpexp.training import state
 from dpexp.training.steps import Steps
 from dpexp.training.watching.guards import GuardedOptimizer
+
+
+def give_own_memory(model: nn.Module) -> None:
+    """Copy those tensors of a model that are a part of a larger tensor: torch saves all of it with them.
+
+    A buffer with a few public rows of a tensor would take its private ones into every file of the model.
+    """
+    lying = defaultdict[int, list[Tensor]](list)
+    for module in model.modules():
+        # on a GPU a recurrent layer keeps its weights in one piece of memory, and may leave gaps
+        own = (
+            ()
+            if isinstance(module, nn.RNNBase)
+            else (*module._parameters.values(), *module._buffers.values())
+        )
+        for tensor in own:
+            if (
+                type(tensor) in (Tensor, nn.Parameter)
+                and tensor.layout == torch.strided
+                and not tensor.is_meta
+            ):
+                lying[tensor.untyped_storage().data_ptr()].append(tensor)
+    for tensors in lying.values():
+        # where each begins, and how far it reaches
+        spans = {(t.data_ptr(), _reach(t)) for t in tensors}
+        if sum(reach for _, reach in spans) < tensors[0].untyped_storage().nbytes():
+            copies = {(t.data_ptr(), t.shape, t.stride()): t.detach().clone() for t in tensors}
+            for tensor in tensors:
+                tensor.data = copies[tensor.data_ptr(), tensor.shape, tensor.stride()]
+
+
+def _reach(tensor: Tensor) -> int:
+    """Bytes from the first number to the last one."""
+    if not tensor.numel():
+        return 0
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return tensor.itemsize * (1 + sum((size - 1) * stride for size, stride in steps))
 
 
 class Checkpoints:

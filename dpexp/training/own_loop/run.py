@@ -36,7 +36,7 @@ from dpexp.training.identity import (
     refuse_other_ledgers,
     settings_of,
 )
-from dpexp.training.own_loop.checkpoints import Checkpoints
+from dpexp.training.own_loop.checkpoints import Checkpoints, give_own_memory
 from dpexp.training.own_loop.loop import OwnLoop
 from dpexp.training.own_loop.planned import Planned
 from dpexp.training.own_loop.rows import equal_rows, fitted_to_itself, tensors_of
@@ -90,6 +90,7 @@ class OwnRun:
             self.keys = ranks.once(self._take_folder)
             key = self.keys.draws
             self._open.enter_context(silent(wrappers))
+            give_own_memory(model)
             made_same(ranks, model)
             self._data = data_identity(dataset, data_name)
             settings = settings_of(plan, clip, model, optimizer, self._data + units.identity, self.keys.run)
