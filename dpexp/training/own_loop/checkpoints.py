@@ -25,18 +25,12 @@ def give_own_memory(model: nn.Module) -> None:
     """
     lying = defaultdict[int, list[Tensor]](list)
     for module in model.modules():
-        # on a GPU a recurrent layer keeps its weights in one piece of memory, and may leave gaps
-        own = (
-            ()
-            if isinstance(module, nn.RNNBase)
-            else (*module._parameters.values(), *module._buffers.values())
-        )
-        for tensor in own:
-            if (
-                type(tensor) in (Tensor, nn.Parameter)
-                and tensor.layout == torch.strided
-                and not tensor.is_meta
-            ):
+        if isinstance(module, nn.RNNBase):
+            # on a GPU it keeps its weights in one piece of memory, and may leave gaps
+            continue
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
+            if plain and not tensor.is_meta:
                 lying[tensor.untyped_storage().data_ptr()].append(tensor)
     for tensors in lying.values():
         # where each begins, and how far it reaches
