@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from dpexp.durable import keep_cached
+
+log = logging.getLogger(__name__)
 
 # texts per call of the tokenizer: large enough to be fast, small enough to bound memory
 CHUNK = 8192
@@ -136,6 +139,8 @@ def tokenize_cached(
     path = cache / "tokens" / f"{hashlib.sha256(json.dumps(parts).encode()).hexdigest()}.safetensors"
     table = _load(path)
     if table is None or len(table) != len(texts):
+        if len(texts) > CHUNK:
+            log.info("tokenising %d texts once, and keeping them in %s", len(texts), path.parent)
         table = make(tokenizer, texts, pairs, max_length)
         keep_cached(path, _saved(table), "tokens")
     return table

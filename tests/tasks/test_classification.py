@@ -279,6 +279,12 @@ def test_tokens_are_made_once(
     (tmp_path / "file").touch()
     assert build(cache=str(tmp_path / "file")) == first  # a folder can't be made there
     assert "could not be written" in caplog.text
+    assert "tokenising" not in caplog.text
+    # where it takes a while, a person hears of it
+    monkeypatch.setattr(tokens, "CHUNK", 1)
+    with caplog.at_level("INFO"):
+        build(max_length=6), build(max_length=6)
+    assert caplog.text.count(f"tokenising {len(ROWS)} texts once") == 1
 
 
 def test_other_tokenizers_have_other_hashes(tiny: Tiny) -> None:
