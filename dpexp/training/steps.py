@@ -132,7 +132,7 @@ class Steps:
         self._drawn: list[np.ndarray] = []
         # keyed, of all examples of the present step
         self._sample = ""
-        self.seeds = Seeds(self.device, key, data)
+        self.seeds = Seeds(self.device, key, model, data)
 
     @property
     def clipper(self) -> AnyClipper | None:
