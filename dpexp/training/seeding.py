@@ -44,6 +44,10 @@ class Seeds:
         """Find the generators of data and model again: a loop may have given them others."""
         self._own = [*generators.of(self.data), *generators.of_modules(self.model)]
 
+    def knows(self, generator: Any) -> bool:
+        """Whether a generator is among those that are seeded."""
+        return any(generator is known for known in (*self._watched, *self._own))
+
     def begin(self, step: int, attempt: int, number: int) -> None:
         """Seed what a batch draws; it has this number among those that all ranks take in the step."""
         self._place = step, attempt, number

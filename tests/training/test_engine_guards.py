@@ -779,6 +779,29 @@ def test_what_a_model_draws_from_a_generator_of_its_own_follows_from_the_key(tmp
     assert not torch.equal(found[0][:2], found[2][:2])
 
 
+@pytest.mark.parametrize(
+    ("rows", "place", "told"),
+    [
+        (None, "loop", True),
+        # as many for each batch
+        (5, "loop", False),
+        (None, "torch", False),
+        (None, "data", False),
+    ],
+)
+def test_a_loop_that_draws_for_its_rows_from_a_generator_of_its_own_is_told(tmp_path, rows, place, told):
+    own = torch.default_generator if place == "torch" else torch.Generator().manual_seed(0)
+    dataset = Jittered(0)
+    dataset.generator = own if place == "data" else None
+
+    def losses(engine, batch):
+        drawn = torch.rand(rows or len(batch[0]), 1, generator=own)
+        return losses_of(engine, (batch[0] + drawn.mean() if rows else batch[0] * drawn, batch[1]))
+
+    engine = train(make(tmp_path, dataset=dataset, data_name="jittered"), losses=losses, steps=3)
+    assert any("from a random generator of its own" in note for note in engine.clipper.notes) is told
+
+
 class Lazy(list):
     """Reads its rows when it is asked for them."""
 

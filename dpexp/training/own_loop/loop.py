@@ -174,7 +174,7 @@ class OwnLoop:
             )
         # before the watch draws for itself
         self.steps.check_seeds()
-        self._watch.check(losses)
+        self._watch.check(losses, self.steps.seeds.knows)
         self._gradients.check()
         self._unmoved.check()
         self.optimizer.check()
