@@ -26,7 +26,7 @@ class Seeds:
     Args:
         device: of the model.
         key: the run's secret.
-        model, data: what examples go through, and are read from; generators in them are seeded, too.
+        model, data: what examples go through, and what makes them (a data set, a task); generators in them are seeded, too.
     """
 
     def __init__(self, device: torch.device, key: bytes, model: nn.Module, data: Any = None):
