@@ -22,8 +22,8 @@ _PACKED = (
 )
 
 _MEASURED = (
-    "metrics are logged without noise, and decide which weights are kept, so their rows must be public. Give other rows, or leave "
-    "eval_dataset out; predict(...) tells its metrics to nobody but you"
+    "metrics are logged without noise, and decide which weights are kept, so their rows must be public. Give other rows, or "
+    "leave eval_dataset out; predict(...) tells its metrics to nobody but you"
 )
 
 ARGUMENTS: dict[str, tuple[Callable[[Any], bool], str]] = {

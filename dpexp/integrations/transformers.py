@@ -119,7 +119,10 @@ class Trainer(transformers.Trainer):
         refuse_private_rows(self._private_rows, given.get("eval_dataset"))
         super().__init__(model, args, *others, **named)
         refuse_overrides(self, self.plain, Trainer)
-        for sentence in (balance_left_out(self.model), copies_measured(self.train_dataset, self.eval_dataset)):
+        for sentence in (
+            balance_left_out(self.model),
+            copies_measured(self.train_dataset, self.eval_dataset),
+        ):
             if sentence is not None:
                 transformers.utils.logging.get_logger(__name__).warning(sentence)
 

@@ -245,7 +245,9 @@ class Partner(TinyTask):
 
 class Centred(TinyTask):
     def losses(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        return super().losses(model, batch | {"x": batch["x"] - torch.stack([x for x, _ in self.train]).mean(0)})
+        return super().losses(
+            model, batch | {"x": batch["x"] - torch.stack([x for x, _ in self.train]).mean(0)}
+        )
 
 
 @pytest.mark.parametrize("task", [Partner(17), Centred()])

@@ -30,9 +30,9 @@ from dpexp.training.watching.reading import refuse_other_rows
 EXAMPLES = 8
 
 READS = (
-    "{name}.collate, augmented or losses read other rows of the training data than those of their batch, from {name}.train (a partner "
-    "of mixup, negatives, a mean over all): an example would then move what others give, too. Make each row of its own example "
-    "alone, or of public data"
+    "{name}.collate, augmented or losses read other rows of the training data than those of their batch, from {name}.train (a "
+    "partner of mixup, negatives, a mean over all): an example would then move what others give, too. Make each row of its own "
+    "example alone, or of public data"
 )
 
 Losses = Callable[[Any, Any], Tensor]
@@ -134,11 +134,14 @@ def _reading_own_rows(task: Task, count: int) -> Iterator[None]:
     Raises:
         UserError: it has read others.
     """
-    rows: Any = task.train
-    if not isinstance(rows, Sequence | Dataset) or "train" not in vars(task):
+    rows = task.train
+    # a subclass may have made a data set of torch's
+    readable: tuple[type, ...] = (Sequence, Dataset)
+    if not isinstance(rows, readable) or "train" not in vars(task):
         yield
         return
-    task.train = noting = _Noting(rows, count)
+    noting = _Noting(rows, count)
+    task.train = noting
     try:
         yield
     finally:
@@ -166,6 +169,9 @@ class _Noting(Sequence[Any]):
         return self._rows[i]
 
     def __getattr__(self, name: str) -> Any:
+        if name == "_rows":
+            # of a copy that is not made yet
+            raise AttributeError(name)
         return getattr(self._rows, name)
 
 

@@ -47,8 +47,8 @@ PADDED = (
 NOTE = "losses were not looked at for values that mix examples ({why}): engine.look_at_losses(losses, batch) asks for them again"
 
 DRAWS = (
-    "the loop draws for each row of its batch from a random generator of its own (generator=): under a seed that others can know, "
-    "one example more changes what is drawn for all behind it, and no noise is for that. Leave the generator out: torch's, "
+    "the loop draws for each row of its batch from a random generator of its own (generator=): under a seed that others can "
+    "know, one example more changes what is drawn for all behind it, and no noise is for that. Leave the generator out: torch's, "
     "numpy's and Python's are seeded from the run's key for every batch"
 )
 UNSEEN = (
