@@ -1019,13 +1019,21 @@ def test_a_collate_function_reads_no_other_rows_of_the_data_set(tmp_path, datase
     def collate_fn(rows):
         numbers = torch.randint(len(dataset), (len(rows),)).tolist()
         if reads == "its own row":
-            numbers = [next(i for i, (x, _) in enumerate(TASK.train) if torch.equal(x, row)) for row, _ in rows]
+            numbers = [
+                next(i for i, (x, _) in enumerate(TASK.train) if torch.equal(x, row)) for row, _ in rows
+            ]
         partners = [dataset[i][0] for i in numbers]
-        return default_collate([(0.5 * x + 0.5 * other, y) for (x, y), other in zip(rows, partners, strict=True)])
+        return default_collate(
+            [(0.5 * x + 0.5 * other, y) for (x, y), other in zip(rows, partners, strict=True)]
+        )
 
     kind, method = type(dataset), type(dataset).__getitem__
     engine = make(tmp_path, dataset=dataset, data_name="points")
-    with nullcontext() if reads == "its own row" else pytest.raises(UserError, match="collate_fn reads other rows"):
+    with (
+        nullcontext()
+        if reads == "its own row"
+        else pytest.raises(UserError, match="collate_fn reads other rows")
+    ):
         next(engine.batches(collate_fn, 20))
     assert kind.__getitem__ is method
 

@@ -159,6 +159,10 @@ class _Noting(Sequence[Any]):
     def __len__(self) -> int:
         return len(self._rows)
 
+    def __iter__(self) -> Iterator[Any]:
+        # not to the first number that is none of theirs, which many data sets do not tell
+        return (self[i] for i in range(len(self)))
+
     def __getitem__(self, i: Any) -> Any:
         try:
             found = range(len(self._rows))[i]

@@ -43,8 +43,8 @@ REMEMBERS = (
 
 COLLATES_OTHERS = (
     "collate_fn reads other rows of the data set than those of its batch (a partner of mixup, negatives, a whole column): what "
-    "somebody gave would then be in the gradients of other examples too, and move more than one clipped gradient. Make each row of "
-    "its own example alone, and take what stands beside it from public rows"
+    "somebody gave would then be in the gradients of other examples too, and move more than one clipped gradient. Make each row "
+    "of its own example alone, and take what stands beside it from public rows"
 )
 
 
@@ -79,11 +79,14 @@ def reading_alone(dataset: Any, numbers: Collection[int]) -> Iterator[None]:
 
 
 def _numbers(item: Any, size: int) -> set[Any]:
-    """Which examples a data set of this size is asked for."""
+    """Which examples a data set of this size is asked for; None of a column, or whatever else it gives."""
     try:
         found = range(size)[item]
     except (TypeError, IndexError):
-        return {item} if isinstance(item, str) else {int(i) for i in item}
+        try:
+            return {int(i) for i in item}
+        except (TypeError, ValueError):
+            return {None}
     return set(found) if isinstance(found, range) else {found}
 
 
