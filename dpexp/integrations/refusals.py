@@ -8,8 +8,10 @@ from torch import Tensor
 
 from dpexp.errors import UserError, did_you_mean
 from dpexp.tasks.origins import rows_in_common
+from dpexp.tasks.sources import MOST_SHARED
 from dpexp.tasks.target_loss import IGNORED
 from dpexp.training.own_loop.arguments import ELSEWHERE
+from dpexp.training.own_loop.rows import contents
 
 _WHOLE = (
     "under this Trainer every process holds the whole model on one device: start one for each GPU with torchrun, or shard the "
@@ -17,6 +19,11 @@ _WHOLE = (
 )
 _PACKED = (
     "one row would hold the texts of several people, and privacy protects a row: one text per row, padded"
+)
+
+_MEASURED = (
+    "metrics are logged without noise, and decide which weights are kept, so their rows must be public. Give other rows, or "
+    "leave eval_dataset out; predict(...) tells its metrics to nobody but you"
 )
 
 ARGUMENTS: dict[str, tuple[Callable[[Any], bool], str]] = {
@@ -190,14 +197,33 @@ def refuse_private_rows(private: Any, measured: Any) -> None:
     Raises:
         UserError: they have rows in common.
     """
-    for part in measured.values() if isinstance(measured, Mapping) else [measured]:
+    for part in _parts(measured):
         sized = all(hasattr(rows, "__len__") and not isinstance(rows, str) for rows in (private, part))
         if sized and (_same(private, part) or rows_in_common(private, part)):
             what = "is train_dataset" if _same(private, part) else "holds rows of train_dataset"
-            raise UserError(
-                f"eval_dataset {what}: metrics are logged without noise, and decide which weights are kept, so their rows "
-                "must be public. Give other rows, or leave eval_dataset out; predict(...) tells its metrics to nobody but you"
-            )
+            raise UserError(f"eval_dataset {what}: {_MEASURED}")
+
+
+def copies_measured(private: Any, measured: Any) -> str | None:
+    """Say that most rows to measure on are equal to training rows: where a `datasets.Dataset` was mapped, it does not tell that.
+
+    Args:
+        private, measured: see `refuse_private_rows`.
+    """
+    known: set[int] = set()
+    for part in _parts(measured):
+        names, theirs = (sorted(getattr(rows, "column_names", None) or ()) for rows in (private, part))
+        if not names or names != theirs or not hasattr(part, "__len__"):
+            continue
+        known = known or set(map(hash, contents(private.select_columns(names))))
+        if sum(hash(row) in known for row in contents(part.select_columns(names))) > MOST_SHARED * len(part):
+            return f"most rows of eval_dataset are equal to rows of train_dataset. Where they are the same ones: {_MEASURED}"
+    return None
+
+
+def _parts(measured: Any) -> Iterable[Any]:
+    """The data sets to measure on: one, or several by name."""
+    return measured.values() if isinstance(measured, Mapping) else [measured]
 
 
 def balance_left_out(model: Any) -> str | None:

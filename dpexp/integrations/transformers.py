@@ -42,6 +42,7 @@ from dpexp.errors import UserError
 from dpexp.integrations.refusals import (
     balance_left_out,
     check_privacy,
+    copies_measured,
     outside,
     refuse_arguments,
     refuse_overrides,
@@ -118,8 +119,12 @@ class Trainer(transformers.Trainer):
         refuse_private_rows(self._private_rows, given.get("eval_dataset"))
         super().__init__(model, args, *others, **named)
         refuse_overrides(self, self.plain, Trainer)
-        if (sentence := balance_left_out(self.model)) is not None:
-            transformers.utils.logging.get_logger(__name__).warning(sentence)
+        for sentence in (
+            balance_left_out(self.model),
+            copies_measured(self.train_dataset, self.eval_dataset),
+        ):
+            if sentence is not None:
+                transformers.utils.logging.get_logger(__name__).warning(sentence)
 
     def per_example_losses(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         """Compute `[b]` losses, one for each row of a collated batch and of that row alone. Override it for another head.

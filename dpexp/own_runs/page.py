@@ -25,7 +25,7 @@ from dpexp.privacy.events import composed
 from dpexp.privacy.shown import upwards
 from dpexp.record import KNOWN
 from dpexp.reproduce.drawing import draw, lines
-from dpexp.statement import UNPROTECTED, with_choice
+from dpexp.statement import with_choice
 
 # of thresholds and norms that are drawn, spread over the model
 MOST_GROUPS = 12
@@ -221,10 +221,14 @@ def _together(runs: list[OwnRun]) -> Iterator[str]:
     known = [run.delta for run in charged if run.delta is not None]
     if len(runs) < 2 or not known:
         return
-    bare = [run.name for run in runs if UNPROTECTED in run.summary.get("privacy", {}).get("released", ())]
+    bare = [run.name for run in runs if run.unprotected]
+    # a record says that steps were charged, and not which
+    gone = [run.name for run in runs if not run.events and run.summary.get("privacy", {}).get("steps")]
     odd = [run.name for run in charged if run.filtered or _budgets(run) > 1]
     if bare:
         what = f"has no value: nothing protects what {', '.join(bare)} learnt"
+    elif gone:
+        what = f"is not told here: {', '.join(gone)} has no ledger.jsonl beside its record"
     elif odd:
         what = f"is not told here: of {', '.join(odd)} the ledger alone does not know it"
     elif len(units := {run.unit for run in charged}) > 1:

@@ -15,6 +15,7 @@ from dpexp.errors import UserError
 from dpexp.privacy import accountants
 from dpexp.privacy.events import composed, decode, decode_groups
 from dpexp.privacy.schedules import ADAPTIVE
+from dpexp.statement import UNPROTECTED
 
 # moments of a run at which ε is computed
 POINTS = 12
@@ -56,6 +57,13 @@ class OwnRun:
         raised = search.get("name", "none") != "none" and search.get("mechanism") != "gaussian"
         told = self.summary.get("privacy", {}).get("filtered")
         return bool(told or raised or schedule.get("name") in ADAPTIVE)
+
+    @property
+    def unprotected(self) -> bool:
+        """Whether it learns without privacy, by its record, or, where it has not ended, by its settings."""
+        ended = self.summary.get("status") == "finished"
+        plain = not ended and _part(self.settings, "clip").get("private") is False
+        return plain or UNPROTECTED in self.summary.get("privacy", {}).get("released", ())
 
     @property
     def unit(self) -> str:

@@ -1,4 +1,4 @@
-"""Random generators: those of torch, numpy and Python, kept while something is tried, and those of a data set itself.
+"""Random generators: those of torch, numpy and Python, kept while something is tried, and those of a data set or a model itself.
 
 The latter are seeded from the run's key as the others are. Such a generator goes from one example to the next. Under a seed that
 others know, one example more would change what is drawn for all that are read after it, in this batch and in every later one, and
@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dpexp.clipping.gradients.numerics import has_generator, states_of_chance
 
@@ -86,6 +86,12 @@ def of(dataset: Any) -> list[Generator]:
                 below += [part for part in _parts(value) if type(part) not in PLAIN]
         level = below
     return found
+
+
+def of_modules(model: nn.Module) -> list[Generator]:
+    """Find those that modules have as attributes."""
+    held = (value for module in model.modules() for value in vars(module).values())
+    return [value for value in held if isinstance(value, Generator)]
 
 
 def seed(generator: Generator, number: int) -> None:

@@ -130,7 +130,7 @@ class Learner:
             self.model, self.optimizer,
             sampler=sampler, key=self.key, expected_batch=self.expected_batch, policy=self.policy, release=release,
             decisions=self.decisions, loss_scale=FP16_LOSS_SCALE if run.runtime.precision == "fp16" else 1.0,
-            clip_scales=clip_scales_of(plan, groups), ranks=ranks, search=self.search, public=self._public_rows, data=task.train,
+            clip_scales=clip_scales_of(plan, groups), ranks=ranks, search=self.search, public=self._public_rows, data=task,
         )  # fmt: skip
         self.physical_batch_size = self._physical_batch_size()
 

@@ -1,4 +1,5 @@
-"""What a physical batch draws besides its examples follows from the run's key: dropout, masks, what generators of the data give.
+"""What a physical batch draws besides its examples follows from the run's key: dropout, masks, what generators of data and model
+give.
 
 These draw by place in the batch, and one more example moves the places of the others. In public that would let it move the sum by
 more than its own share; in secret all places are alike (docs/privacy.md).
@@ -9,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from dpexp.errors import UserError
 from dpexp.privacy.noise import seed_torch
@@ -24,29 +26,33 @@ class Seeds:
     Args:
         device: of the model.
         key: the run's secret.
-        data: what examples are read from; generators in it are seeded, too.
+        model, data: what examples go through, and what makes them (a data set, a task); generators in them are seeded, too.
     """
 
-    def __init__(self, device: torch.device, key: bytes, data: Any = None):
-        self.key, self.data = key, data
+    def __init__(self, device: torch.device, key: bytes, model: nn.Module, data: Any = None):
+        self.key, self.model, self.data = key, model, data
         self._watched = [torch.default_generator]
         # of CUDA and XPU; other kinds of devices do not say
         there = getattr(torch.get_device_module(device), "default_generators", ())
         self._watched += there[device.index or 0 :][:1]
-        self._of_data: list[generators.Generator] = []
+        self._own: list[generators.Generator] = []
         # step, attempt, and number of the batch among those of all ranks
         self._place = 0, 0, 0
         self._look()
 
     def find(self) -> None:
-        """Find the generators of the data again: a loop may have given it others."""
-        self._of_data = generators.of(self.data)
+        """Find the generators of data and model again: a loop may have given them others."""
+        self._own = [*generators.of(self.data), *generators.of_modules(self.model)]
+
+    def knows(self, generator: Any) -> bool:
+        """Whether a generator is among those that are seeded."""
+        return any(generator is known for known in (*self._watched, *self._own))
 
     def begin(self, step: int, attempt: int, number: int) -> None:
         """Seed what a batch draws; it has this number among those that all ranks take in the step."""
         self._place = step, attempt, number
         self._seed(f"dropout {number}")
-        for place, generator in enumerate(self._of_data):
+        for place, generator in enumerate(self._own):
             generators.seed(generator, stream(self.key, f"data {number} {place}", step, attempt))
 
     def leave(self) -> None:

@@ -61,7 +61,7 @@ class Steps:
         search: moves the weights in the place of the optimiser, and may release more of the same sample, as the plan says.
         public: per-example gradients of public examples, for the methods that ask for them (`dpexp.clipping.methods.whole`).
         on_taken: called after each step.
-        data: what examples are read from.
+        data: what makes the examples: a data set, a task.
         ranks: the processes that take the steps together. Each computes its share of every logical batch; the sums are added
             up over ranks once, behind the last piece, and every rank then adds the same noise to the same sum.
         shown: whether every step has a piece on every rank, if only of one example without weight: a loop of a person's own does
@@ -132,7 +132,7 @@ class Steps:
         self._drawn: list[np.ndarray] = []
         # keyed, of all examples of the present step
         self._sample = ""
-        self.seeds = Seeds(self.device, key, data)
+        self.seeds = Seeds(self.device, key, model, data)
 
     @property
     def clipper(self) -> AnyClipper | None:

@@ -454,6 +454,25 @@ def test_private_rows_are_not_evaluated_on(tmp_path, given):
         trainer.evaluate()
 
 
+def test_training_rows_that_were_mapped_again_are_told(tmp_path, caplog):
+    """As a script does that cuts texts into tokens split by split: they are new rows, and nothing tells where they come from."""
+    data = Dataset.from_list(rows("classifier"))
+
+    def told(data, measured):
+        args = transformers.TrainingArguments(str(tmp_path), report_to=[], use_cpu=True)
+        caplog.clear()
+        with caplog.at_level("WARNING"):
+            Trainer(network("classifier"), args, train_dataset=data, eval_dataset=measured, privacy=PRIVACY)
+        return "most rows of eval_dataset are equal to rows of train_dataset" in caplog.text
+
+    train, held_out = (data.select(part).map(lambda row: {"cut": 1}) for part in (range(40), range(40, 48)))
+    seen = data.select(range(6)).map(lambda row: {"cut": 1})
+    assert told(train, {"new": held_out, "seen": seen})
+    assert not told(train, held_out)
+    # equal labels alone are no equal rows
+    assert not told(train, held_out.remove_columns("cut"))
+
+
 def test_rows_of_a_list_are_not_evaluated_on(tmp_path):
     private = rows("classifier")
     args = transformers.TrainingArguments(str(tmp_path), report_to=[], use_cpu=True)

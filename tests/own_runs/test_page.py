@@ -235,3 +235,17 @@ def test_what_runs_cost_together_is_not_told_where_the_ledgers_do_not_know(
     (other / "config.yaml").write_text(settings)
     main([str(plain), str(other), "--out", str(tmp_path / "page")])
     assert "failed ones included, is not told here" in (tmp_path / "page" / "index.html").read_text()
+
+
+def test_a_run_whose_ledger_is_not_there_is_not_left_out_of_what_runs_cost_together(tmp_path: Path) -> None:
+    """Its record may lie in a folder of its own: the others alone would cost too little. Nor is one that has not ended, and
+    learns without privacy."""
+    plain, alone, bare = (_run(tmp_path / name) for name in "abc")
+    (alone / "ledger.jsonl").unlink()
+    (alone / "summary.json").write_text(json.dumps({"privacy": {"delta": DELTA, "steps": STEPS}}))
+    for name in ("ledger.jsonl", "summary.json"):
+        (bare / name).unlink()
+    (bare / "config.yaml").write_text("{clip: {name: nonprivate, private: false}}")
+    for other, told in ((alone, "is not told here: "), (bare, "has no value: ")):
+        main([str(plain), str(other), "--out", str(tmp_path / "page")])
+        assert f"failed ones included, {told}" in (tmp_path / "page" / "index.html").read_text()

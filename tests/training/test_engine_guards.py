@@ -754,6 +754,54 @@ def test_what_a_data_set_draws_from_generators_of_its_own_follows_from_the_key(t
     assert all(len(np.unique(column)) == len(column) for column in np.concatenate([found[0], found[2]]).T)
 
 
+class OwnMasks(nn.Module):
+    """Masks that are drawn from a generator of the module's own."""
+
+    def __init__(self, seed):
+        super().__init__()
+        self.generator, self.drawn = torch.Generator().manual_seed(seed), []
+
+    def forward(self, x):
+        mask = torch.bernoulli(torch.full_like(x, 0.5), generator=self.generator)
+        self.drawn.append(mask)
+        return x * mask
+
+
+def test_what_a_model_draws_from_a_generator_of_its_own_follows_from_the_key(tmp_path):
+    """As what a data set draws: an example more would change the masks of all behind it."""
+    found = []
+    for number, (seed, key) in enumerate([(0, 11), (1, 11), (0, 12)]):
+        masks = OwnMasks(seed)
+        model = nn.Sequential(nn.Linear(10, 16), masks, nn.Linear(16, 3))
+        train(make(tmp_path / str(number), model=model, noise_seed=key), steps=1)
+        found.append(masks.drawn[0])
+    assert torch.equal(found[0], found[1])
+    assert not torch.equal(found[0][:2], found[2][:2])
+
+
+@pytest.mark.parametrize(
+    ("rows", "place", "told"),
+    [
+        (None, "loop", True),
+        # as many for each batch
+        (5, "loop", False),
+        (None, "torch", False),
+        (None, "data", False),
+    ],
+)
+def test_a_loop_that_draws_for_its_rows_from_a_generator_of_its_own_is_told(tmp_path, rows, place, told):
+    own = torch.default_generator if place == "torch" else torch.Generator().manual_seed(0)
+    dataset = Jittered(0)
+    dataset.generator = own if place == "data" else None
+
+    def losses(engine, batch):
+        drawn = torch.rand(rows or len(batch[0]), 1, generator=own)
+        return losses_of(engine, (batch[0] + drawn.mean() if rows else batch[0] * drawn, batch[1]))
+
+    engine = train(make(tmp_path, dataset=dataset, data_name="jittered"), losses=losses, steps=3)
+    assert any("from a random generator of its own" in note for note in engine.clipper.notes) is told
+
+
 class Lazy(list):
     """Reads its rows when it is asked for them."""
 

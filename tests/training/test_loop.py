@@ -248,6 +248,30 @@ def test_dropout_is_drawn_in_secret_where_a_task_seeds(tmp_path, monkeypatch):
         run_to_end(tmp_path / "losses", sgd(steps=1), task=SeedingTask("losses"))
 
 
+class OwnNoise(TinyTask):
+    """Losses of examples with noise from a generator of the task's own."""
+
+    def __init__(self, seed):
+        super().__init__()
+        self.generator, self.drawn = torch.Generator().manual_seed(seed), []
+
+    def losses(self, model, batch):
+        self.drawn.append(torch.rand(batch["x"].shape, generator=self.generator))
+        return super().losses(model, batch | {"x": batch["x"] + self.drawn[-1]})
+
+
+def test_what_a_task_draws_from_a_generator_of_its_own_follows_from_the_key(tmp_path):
+    found = []
+    for number, (seed, key) in enumerate([(0, 4), (1, 4), (0, 5)]):
+        run = sgd(steps=1)
+        run.privacy.noise_seed = key
+        task = OwnNoise(seed)
+        run_to_end(tmp_path / str(number), run, task=task, sampler=Draws(range(8)))
+        found.append(task.drawn[-1])
+    assert torch.equal(found[0], found[1])
+    assert not torch.equal(found[0], found[2])
+
+
 def test_another_attempt_at_a_step_drops_other_units(tmp_path):
     trainer = make_trainer(tmp_path, tiny_run(), sampler=Draws(range(8)))
     losses = []

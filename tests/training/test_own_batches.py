@@ -4,6 +4,7 @@ import copy
 import pickle
 import random
 from collections import deque
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,7 +18,7 @@ from torch.utils.data import TensorDataset, default_collate
 from dpexp.errors import UserError
 from dpexp.training.watching.collating import copies, refuse_company, refuse_mixing
 from dpexp.training.watching.reading import refuse_other_rows
-from tests.training.own_loop import data, first_batch, losses_of, make, network, train
+from tests.training.own_loop import TASK, data, first_batch, losses_of, make, network, train
 
 cross_entropy = nn.functional.cross_entropy
 
@@ -1006,6 +1007,46 @@ def test_a_row_of_a_large_tensor_is_copied_alone():
         row.fill_(1)
         assert row.untyped_storage().nbytes() == row.nbytes == 40
     assert not data.any()
+
+
+class Points(torch.utils.data.Dataset):
+    def __len__(self):
+        return len(TASK.train)
+
+    def __getitem__(self, i):
+        return TASK.train[i]
+
+
+def points():
+    x, y = zip(*TASK.train, strict=True)
+    return TensorDataset(torch.stack(x), torch.stack(y))
+
+
+@pytest.mark.parametrize("dataset", [Points(), points()])
+@pytest.mark.parametrize("reads", ["a partner", "its own row"])
+def test_a_collate_function_reads_no_other_rows_of_the_data_set(tmp_path, dataset, reads):
+    """By public or secret numbers: no other example of the batch has a part in it."""
+
+    def collate_fn(rows):
+        numbers = torch.randint(len(dataset), (len(rows),)).tolist()
+        if reads == "its own row":
+            numbers = [
+                next(i for i, (x, _) in enumerate(TASK.train) if torch.equal(x, row)) for row, _ in rows
+            ]
+        partners = [dataset[i][0] for i in numbers]
+        return default_collate(
+            [(0.5 * x + 0.5 * other, y) for (x, y), other in zip(rows, partners, strict=True)]
+        )
+
+    kind, method = type(dataset), type(dataset).__getitem__
+    engine = make(tmp_path, dataset=dataset, data_name="points")
+    with (
+        nullcontext()
+        if reads == "its own row"
+        else pytest.raises(UserError, match="collate_fn reads other rows")
+    ):
+        next(engine.batches(collate_fn, 20))
+    assert kind.__getitem__ is method
 
 
 def tokens(count=24, lengths=(6,)):

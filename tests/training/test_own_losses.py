@@ -231,6 +231,37 @@ def test_an_augmentation_of_each_example_alone_passes() -> None:
     assert look_at_task(ByNumber(), tiny_model(), 0, steps=100) is None
 
 
+class Partner(TinyTask):
+    """Mixup with a training row whose number is public: no other row of the batch has a part in it."""
+
+    def __init__(self, shift: int) -> None:
+        super().__init__()
+        self.shift = shift
+
+    def augmented(self, batch: dict[str, Tensor], indices: Any, seed: int, step: int) -> dict[str, Tensor]:
+        others = [self.train[(int(i) + self.shift) % len(self.train)][0] for i in indices]
+        return {**batch, "x": 0.5 * batch["x"] + 0.5 * torch.stack(others)} if others else batch
+
+
+class Centred(TinyTask):
+    def losses(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        return super().losses(
+            model, batch | {"x": batch["x"] - torch.stack([x for x, _ in self.train]).mean(0)}
+        )
+
+
+@pytest.mark.parametrize("task", [Partner(17), Centred()])
+def test_a_task_that_reads_other_training_rows_than_those_of_its_batch_is_refused(task: TinyTask) -> None:
+    rows = task.train
+    with pytest.raises(UserError, match="read other rows of the training data than those of their batch"):
+        look_at_task(task, tiny_model(), 0)
+    assert task.train is rows
+
+
+def test_a_task_may_read_its_own_row_again() -> None:
+    assert look_at_task(Partner(0), tiny_model(), 0) is None
+
+
 def test_what_was_not_looked_at_is_among_the_conditions() -> None:
     block = privacy_block(tiny_run(), None, {}, 0, 0, unproven=["Mine.losses was not looked at: why"])
     assert "not proven: Mine.losses was not looked at: why" in block["notes"]

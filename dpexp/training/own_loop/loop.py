@@ -6,7 +6,7 @@ their losses arrive; then the losses are checked and handed on.
 
 import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from dpexp.training.steps import Steps
 from dpexp.training.watching.collating import Collation, example_axes
 from dpexp.training.watching.guards import GradientGuard, GuardedOptimizer, OneAtATime, StepGuard
 from dpexp.training.watching.padded import padding_of
+from dpexp.training.watching.reading import reading_alone
 from dpexp.training.watching.watch import LossWatch
 
 Collate = Callable[[list[Any]], Any]
@@ -136,7 +137,9 @@ class OwnLoop:
         several = getattr(self.dataset, "__getitems__", None)
         examples = several(numbers) if several else [self.dataset[i] for i in numbers]
         read = (lambda places: several([numbers[place] for place in places])) if several else None
-        batch = self._collation.of(collate_fn, examples, count, alone, read)
+        known = self._collation.knows(collate_fn)
+        with nullcontext() if known else reading_alone(self.dataset, numbers):
+            batch = self._collation.of(collate_fn, examples, count, alone, read)
         if not self.steps.sums.drawn:
             # of the first piece: all gradients are None
             self._gradients.look()
@@ -174,7 +177,7 @@ class OwnLoop:
             )
         # before the watch draws for itself
         self.steps.check_seeds()
-        self._watch.check(losses)
+        self._watch.check(losses, self.steps.seeds.knows)
         self._gradients.check()
         self._unmoved.check()
         self.optimizer.check()

@@ -38,13 +38,13 @@ def tensors_of(dataset: Any) -> tuple[Tensor, ...]:
 
 def equal_rows(dataset: Any) -> str | None:
     """Say how many examples of tensors or of a `datasets.Dataset` are equal to another one; None where there are none."""
-    hashes = np.fromiter(map(hash, _contents(dataset)), np.int64)
+    hashes = np.fromiter(map(hash, contents(dataset)), np.int64)
     counts = np.unique(hashes, return_counts=True)[1]
     copies = int(counts[counts > 1].sum())
     return EQUAL.format(count=copies, rows=len(hashes)) if copies else None
 
 
-def _contents(dataset: Any) -> Iterator[Hashable]:
+def contents(dataset: Any) -> Iterator[Hashable]:
     """Give for each example something that is equal for equal ones; nothing of another kind of data set."""
     if hasattr(dataset, "with_format") and hasattr(dataset, "column_names"):
         if dataset.data.nbytes > MOST:

@@ -57,6 +57,10 @@ class Collation:
         self.clipper, self.ordered = clipper, ordered
         self._known: Collate | None = None
 
+    def knows(self, collate_fn: Collate) -> bool:
+        """Whether it was looked at."""
+        return collate_fn == self._known
+
     def forget(self) -> None:
         """Look at the next collate function, also where it is the one that was looked at: a switch may have been turned."""
         self._known = None
@@ -76,7 +80,7 @@ class Collation:
         Raises:
             UserError: it mixes examples; it puts them in another order, where that matters; or it does not pad, and has to.
         """
-        if collate_fn == self._known:
+        if self.knows(collate_fn):
             return _batch_of(collate_fn, examples)
         refuse_mixing(collate_fn, examples, len(examples) // units)
         refuse_company(collate_fn, examples, len(examples) // units, read)

@@ -7,11 +7,13 @@ asked again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import Dataset
 
 from dpexp.clipping.independence.batches import Arrangement
 from dpexp.clipping.independence.look import Look
@@ -26,6 +28,12 @@ from dpexp.training.watching.reading import refuse_other_rows
 
 # examples that are looked at
 EXAMPLES = 8
+
+READS = (
+    "{name}.collate, augmented or losses read other rows of the training data than those of their batch, from {name}.train (a "
+    "partner of mixup, negatives, a mean over all): an example would then move what others give, too. Make each row of its own "
+    "example alone, or of public data"
+)
 
 Losses = Callable[[Any, Any], Tensor]
 
@@ -84,11 +92,21 @@ def look_at_task(
         refuse_other_rows(task.train)
     changing = type(task).augmented is not Task.augmented
     name = f"{type(task).__name__}.{'augmented, or its losses' if changing else 'losses'}"
+    looked_at = dict.fromkeys([0, *filter(due, range(steps)), max(0, steps - 1)] if changing else [0])
     source = task.dev if len(task.dev) > 1 else task.train
     count = min(EXAMPLES, len(source))
     if count < 2:
         return f"{name} was not looked at: fewer than two examples"
     rows = [source[i] for i in range(count)]
+    with _reading_own_rows(task, count):
+        return _look_at_rows(task, model, rows, seed, list(looked_at), name)
+
+
+def _look_at_rows(
+    task: Task, model: nn.Module, rows: list[Any], seed: int, steps: list[int], name: str
+) -> str | None:
+    """Look at these examples, augmented as in these steps."""
+    count = len(rows)
     refuse_mixing(task.collate, rows)
     refuse_company(task.collate, rows)
     here = next(model.parameters()).device
@@ -100,13 +118,65 @@ def look_at_task(
     batch = {k: v.to(here) if isinstance(v, Tensor) else v for k, v in collated.items()}
     # the numbers of the examples, by which an augmentation may go, move with their rows
     batch[ROW_NUMBERS] = torch.arange(count, device=here)
-    for step in dict.fromkeys([0, *filter(due, range(steps)), max(0, steps - 1)] if changing else [0]):
+    for step in steps:
         note = look_at_losses(
             _augmented_losses(task, seed, step), model, batch, name, padding=task.pad_to is None
         )
         if note is not None:
             return note
     return None
+
+
+@contextmanager
+def _reading_own_rows(task: Task, count: int) -> Iterator[None]:
+    """Let a task read the first ``count`` of its training rows, whose numbers the examples at hand have.
+
+    Raises:
+        UserError: it has read others.
+    """
+    rows = task.train
+    # a subclass may have made a data set of torch's
+    readable: tuple[type, ...] = (Sequence, Dataset)
+    if not isinstance(rows, readable) or "train" not in vars(task):
+        yield
+        return
+    noting = _Noting(rows, count)
+    task.train = noting
+    try:
+        yield
+    finally:
+        task.train = rows
+    if noting.others:
+        raise UserError(READS.format(name=type(task).__name__))
+
+
+class _Noting(Sequence[Any]):
+    """Rows, and whether others than the first ones were read."""
+
+    def __init__(self, rows: Any, count: int) -> None:
+        self._rows, self._first, self.others = rows, range(len(rows))[:count], False
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __iter__(self) -> Iterator[Any]:
+        # not to the first number that is none of theirs, which many data sets do not tell
+        return (self[i] for i in range(len(self)))
+
+    def __getitem__(self, i: Any) -> Any:
+        try:
+            found = range(len(self._rows))[i]
+        except (TypeError, IndexError):
+            # numbers of another kind
+            return self._rows[i]
+        self.others |= not set(found if isinstance(found, range) else [found]).issubset(self._first)
+        return self._rows[i]
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_rows":
+            # of a copy that is not made yet
+            raise AttributeError(name)
+        return getattr(self._rows, name)
 
 
 def _augmented_losses(task: Task, seed: int, step: int) -> Losses:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Hashable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -38,6 +39,55 @@ REMEMBERS = (
     "gradients of other examples too, and move more than one clipped gradient. Make each example of its own row alone, by its "
     "number and random numbers of torch, numpy or random"
 )
+
+
+COLLATES_OTHERS = (
+    "collate_fn reads other rows of the data set than those of its batch (a partner of mixup, negatives, a whole column): what "
+    "somebody gave would then be in the gradients of other examples too, and move more than one clipped gradient. Make each row "
+    "of its own example alone, and take what stands beside it from public rows"
+)
+
+
+@contextmanager
+def reading_alone(dataset: Any, numbers: Collection[int]) -> Iterator[None]:
+    """Let nothing but the examples with these numbers be read; of a list, whose class cannot be changed, nothing is seen.
+
+    Raises:
+        UserError: others were.
+    """
+    kind, asked = type(dataset), list[Any]()
+    method, own = getattr(kind, "__getitem__", None), vars(kind).get("__getitem__")
+
+    def noting(self: Any, item: Any) -> Any:
+        if self is dataset:
+            asked.append(item)
+        return method(self, item)  # type: ignore[misc]
+
+    try:
+        kind.__getitem__ = noting
+    except TypeError:
+        kind = object
+    try:
+        yield
+    finally:
+        if own is not None and kind is not object:
+            kind.__getitem__ = own
+        elif kind is not object:
+            del kind.__getitem__
+    if not all(_numbers(item, len(dataset)) <= set(numbers) for item in asked):
+        raise UserError(COLLATES_OTHERS)
+
+
+def _numbers(item: Any, size: int) -> set[Any]:
+    """Which examples a data set of this size is asked for; None of a column, or whatever else it gives."""
+    try:
+        found = range(size)[item]
+    except (TypeError, IndexError):
+        try:
+            return {int(i) for i in item}
+        except (TypeError, ValueError):
+            return {None}
+    return set(found) if isinstance(found, range) else {found}
 
 
 def refuse_other_rows(dataset: Any, users: Sequence[Hashable] | None = None) -> None:

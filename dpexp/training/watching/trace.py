@@ -77,6 +77,7 @@ class Trace(TorchFunctionMode):
         lasting: whether it goes by what the loop does, and no other batch would tell more.
         opaque: whether the loop has made something of the batch of which nobody says in which order its rows are.
         known: what its tensors hold.
+        drawn_by: generators that were asked by name, for as many rows as it has.
         tape: what was written down.
         watching: whether it does so now.
         public: whether the loop says of what enters the model now that it is public.
@@ -99,6 +100,7 @@ class Trace(TorchFunctionMode):
         super().__init__()
         self.padding = padding
         self.felt: set[int] = set()
+        self.drawn_by: list[torch.Generator] = []
         self.model, self.examples, self.turn = model, examples, turn
         # which dimensions may be the batch
         self.rows = Places(examples, rows_per_example, axes)
@@ -269,7 +271,7 @@ class Trace(TorchFunctionMode):
             self._own.refuse_written_sum(tensor)
         if "c10d" in str(func) or str(getattr(func, "__module__", "")).startswith("torch.distributed"):
             # not done again, which all ranks would have to do at once
-            result = call.make()
+            result = self._made(call)
             self._hear(given, tensors_in(result))
             return result
         if self.failure:
@@ -325,7 +327,7 @@ class Trace(TorchFunctionMode):
         if private:
             self._own.look_at_parameters(call, self.known.private)
             self.known.left |= call.name in LEAVING and self.examples > 1
-        result = call.make()
+        result = self._made(call)
         if private:
             self.sizes.add_count(result)
             for tensor in tree_leaves(result):
@@ -334,9 +336,16 @@ class Trace(TorchFunctionMode):
                 self.known.mark(tensor, written=True)
         return result
 
+    def _made(self, call: Call) -> Any:
+        """Make a call, and note who draws as many rows as the batch has."""
+        result, generator = call.make(), call.kwargs.get("generator")
+        if isinstance(generator, torch.Generator) and any(self.rows.fits(t) for t in tensors_of(result)):
+            self.drawn_by.append(generator)
+        return result
+
     def _made_within(self, call: Call) -> Any:
         """Make a call inside of the model's own forward, which is not written down."""
-        result = call.make()
+        result = self._made(call)
         if any(t in self.known.private or t in self.known.within for t in call.values):
             self.sizes.add_count(result)
             for tensor in (*tree_leaves(result), *call.written):
@@ -373,7 +382,7 @@ class Trace(TorchFunctionMode):
     def _of_earlier(self, call: Call) -> Any:
         """Make a call of nothing in this batch; what it makes of what an earlier one has left behind is left behind, too."""
         old = any(self.known.is_old(t) for t in call.values)
-        result = call.make()
+        result = self._made(call)
         if all(t in self.known.drawn for t in call.given) and call.name not in COMING:
             self.known.drawn.update(dict.fromkeys(tensors_in(result)))
         if old:

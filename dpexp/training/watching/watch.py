@@ -46,6 +46,11 @@ PADDED = (
 )
 NOTE = "losses were not looked at for values that mix examples ({why}): engine.look_at_losses(losses, batch) asks for them again"
 
+DRAWS = (
+    "the loop draws for each row of its batch from a random generator of its own (generator=): under a seed that others can "
+    "know, one example more changes what is drawn for all behind it, and no noise is for that. Leave the generator out: torch's, "
+    "numpy's and Python's are seeded from the run's key for every batch"
+)
 UNSEEN = (
     "the loop makes something of its batch by other means than torch's functions in its own thread (numpy, torch.jit, C++), and "
     "nobody sees whether examples are mixed there: compute with torch, or in the data set, each example by itself"
@@ -163,8 +168,12 @@ class LossWatch:
         if self._trace is not None:
             self._trace.follow(taken)
 
-    def check(self, losses: Tensor) -> None:
+    def check(self, losses: Tensor, seeded: Callable[[Any], bool]) -> None:
         """Look at what was watched.
+
+        Args:
+            losses: of the batch.
+            seeded: whether a random generator is seeded from the run's key.
 
         Raises:
             UserError: what an example loses, or what enters the model for it, depends on others.
@@ -176,6 +185,8 @@ class LossWatch:
             return
         if trace.elsewhere:
             self._note(UNSEEN)
+        if trace.examples > 1 and not all(map(seeded, trace.drawn_by)):
+            self._note(DRAWS)
         # who tries again after a refusal is watched again
         tried, self._tried = self._tried, 0
         try:
