@@ -94,13 +94,16 @@ def how_to_load(folder: Path) -> str:
         )
     if (folder / "config.json").exists():
         # whoever wrote this file has loaded transformers
-        from dpexp.models.pooling import SETTING
+        from dpexp.models.pooling import SETTING, loading_code
 
-        if SETTING not in read_json(folder / "config.json"):
+        config = read_json(folder / "config.json")
+        if SETTING not in config:
             return ""
         return (
             "`dpexp.models.pooling.load_pooled(folder)` reads this model. `AutoModelForSequenceClassification` puts a random "
-            "layer in front of its head, says no more than a warning, and is wrong."
+            "layer in front of its head, says no more than a warning, and is wrong. Without dpexp (transformers may report a "
+            "pooler that is missing and a classifier that it does not know: neither is used):\n\n"
+            f"```python\n{loading_code(config)}```"
         )
     return ""
 
