@@ -95,6 +95,12 @@ def test_arguments_of_a_data_loader_are_refused_in_one_sentence(tmp_path, given,
         make(tmp_path, network()).batches(**given)
 
 
+def test_no_collate_function_is_torch_s_own_as_for_a_data_loader(tmp_path):
+    features, labels = next(iter(make(tmp_path, network()).batches(None, 16)))
+    assert features.shape[1:] == (10,)
+    assert len(features) == len(labels)
+
+
 @pytest.mark.parametrize(
     ("wrong", "named"),
     [
@@ -113,6 +119,10 @@ def test_arguments_of_a_data_loader_are_refused_in_one_sentence(tmp_path, given,
             "sampler= is no argument of PrivacyEngine: the engine reads the examples",
         ),
         (lambda model: {"max_grad_norm": 1.0}, "max_grad_norm= is called clip_norm= here"),
+        (
+            lambda model: {"max_physical_batch_size": 8},
+            r"is no argument of PrivacyEngine: the loop takes it, engine.batches\(physical_batch_size=",
+        ),
         (lambda model: {"target_epsilon": 1.0}, "target_epsilon= is called epsilon= here"),
         (lambda model: {"clip_nrom": 1.0}, "clip_nrom= is no argument .* did you mean clip_norm"),
         (lambda model: {"optimizer": adam_of(*model.requires_grad_(False).parameters())}, "nothing to train"),
