@@ -176,6 +176,7 @@ def privacy_card(summary: dict[str, Any]) -> str:
             guarantee,
             *_in_words(privacy, spent if guarantee.startswith("Trained") else None),
             *_cut_short(privacy),
+            *_chosen(privacy),
             "",
             "| | |",
             "|---|---|",
@@ -230,6 +231,18 @@ def _cut_short(privacy: dict[str, Any]) -> list[str]:
         f"**Training ended after {planned['taken']} of {planned['steps']} planned steps.** The ε above is right where that had "
         "nothing to do with the weights. Where it was decided by how good the model was, on public data too, the guarantee is "
         f"that of the whole plan: ε = {upwards(planned['epsilon'])}.",
+    ]
+
+
+def _chosen(privacy: dict[str, Any]) -> list[str]:
+    """What holds where the model was chosen among trials, in front of the table: the first ε is the one that is quoted."""
+    name, spent = statement.with_choice(privacy) or ("gdp", 0.0)
+    if name == "gdp":
+        return []
+    return [
+        "",
+        f"**Chosen among {privacy['trials']} trials.** The ε above is that of this training alone. With the choice, by what the "
+        f"trials gave, the guarantee has ε = {upwards(spent)}, by the {name.upper()} accountant.",
     ]
 
 
