@@ -190,7 +190,8 @@ def plan(run: RunConfig) -> str:
         return "made when the data is counted"
     steps = number_of_steps(run, total)
     made = build_plan(run, total, steps, budget_groups(run, total))
-    length = f"N = {total}, {steps} steps of {run.optim.batch_size:g}"
+    who = " users" if run.unit.name == "user" else ""
+    length = f"N = {total}{who}, {steps} steps of {run.optim.batch_size:g}"
     if made is None:
         return f"{length}, no privacy"
     said = "" if run.privacy.epsilon is None else f", ε = {run.privacy.epsilon:g}"

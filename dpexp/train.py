@@ -28,7 +28,7 @@ from dpexp.schemas import RunConfig
 from dpexp.schemas.declared import declared_units
 from dpexp.tasks import Task, build_task
 from dpexp.tasks.features import freeze
-from dpexp.tasks.users import by_user
+from dpexp.tasks.users import by_user, read_users
 from dpexp.trackers import tells_all, tracking, what_is_told
 from dpexp.training.batching import Sampler
 from dpexp.training.export import export, write_card
@@ -139,6 +139,9 @@ def train(run: RunConfig, folder: Path, console: Console, ranks: Ranks = ALONE) 
 
     learner = bundle
     if run.model.frozen_features:
+        if run.unit.name == "user":
+            # what is wrong with the users is told before the encoder has read every row
+            read_users(run, len(task.train))
         texts = task
         task, learner = ranks.first(
             lambda: freeze(texts, bundle, run.data, device, run.runtime.precision, private=run.clip.private)

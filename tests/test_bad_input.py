@@ -225,6 +225,14 @@ def test_the_help_names_the_model_the_optimiser_the_usual_settings_and_examples(
     assert len(text) < 6000
 
 
+def test_the_help_says_what_a_command_does_and_not_what_its_function_returns() -> None:
+    text = usage.help_text(
+        "account", "Print ε.\n\n    Of every accountant.\n\n    Returns:\n        A table.\n    "
+    )
+    assert "Print ε.\n\nOf every accountant.\n\npython -m" in text
+    assert "Returns:" not in text
+
+
 @pytest.mark.parametrize("name", sorted(path.stem for path in usage.conf_dir().glob("*.yaml")))
 def test_the_help_says_of_each_group_what_it_is_about(name: str) -> None:
     assert set(usage.groups_of(name)) <= set(usage.GROUPS)

@@ -199,6 +199,10 @@ def test_the_record_holds_what_an_attacker_can_do_and_what_choosing_costs():
     for privacy["accountant"] in ("pld", "rdp"):
         card = privacy_card(written)
         assert f"| μ of Gaussian DP, with its regret Δ | {privacy['mu']:.4f}, " in card
+        top = card.partition("| | |")[0]
+        with_choice = upwards(privacy["epsilon_with_tuning"]["rdp"])
+        assert "**Chosen among 3 trials.** The ε above" in top
+        assert f"the guarantee has ε = {with_choice}, by the RDP accountant" in top
         assert (
             f"ε with the choice among 3 trials, by RDP | {upwards(privacy['epsilon_with_tuning']['rdp'])} |"
             in card

@@ -24,7 +24,7 @@ from dpexp.clipping.engines import engine_named
 from dpexp.clipping.given import check_losses, check_same_parameters, checked_scale, unwritten
 from dpexp.clipping.groups import GroupsSpec
 from dpexp.clipping.opacus_engine import ATTACHED, OpacusBackend
-from dpexp.clipping.reports import Report, coverage_table
+from dpexp.clipping.reports import CoverageRow, Report, coverage_table
 from dpexp.clipping.rules import RULES, known_rule
 from dpexp.clipping.sharding import Shards
 from dpexp.clipping.tapping.forwards import ForwardPass, entered
@@ -281,7 +281,11 @@ class Clipper(AnyClipper):
     @property
     def choices(self) -> dict[str, str]:
         """Parameter -> how its norms are computed; complete after the first backward pass."""
-        return {row.parameter: row.method for row in self._backend.coverage()}
+        return {row.parameter: row.method for row in self.coverage()}
+
+    def coverage(self) -> list[CoverageRow]:
+        """Return the rows of the coverage table."""
+        return self._backend.coverage()
 
     def remember(self) -> dict[str, Any]:
         """Return what the engine has measured and proven, as JSON; a run that recalls it computes the same to the last bit."""
@@ -298,7 +302,7 @@ class Clipper(AnyClipper):
         self._independence.token = token
 
     def __str__(self) -> str:
-        table = coverage_table(self._backend.coverage(), self.groups, self._thresholds, self.engine.name)
+        table = coverage_table(self.coverage(), self.groups, self._thresholds, self.engine.name)
         return "\n".join([table, *self.notes])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Clipper:

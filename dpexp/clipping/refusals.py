@@ -23,7 +23,7 @@ STRIDED = (
 )
 BATCH_NORM = (
     "replace it by nn.GroupNorm(groups, channels); to keep the statistics of a public model as constants, call "
-    ".eval() on it and set its track_running_stats=False"
+    ".eval() on it, behind each model.train() too, and set its track_running_stats=False"
 )
 
 

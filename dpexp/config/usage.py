@@ -6,6 +6,7 @@ import inspect
 import io
 import itertools
 import os
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -122,7 +123,8 @@ def help_text(config_name: str, purpose: str) -> str:
     lines = [
         f"python -m dpexp.{config_name} [GROUP=CHOICE ...] [KEY=VALUE ...]",
         "",
-        inspect.cleandoc(purpose),
+        # what Python code asks of it and gets is left out
+        re.split(r"\n+(?:Args|Returns|Raises):\n", inspect.cleandoc(purpose))[0],
         "",
     ]
     header, groups = _header(config_name), groups_of(config_name)

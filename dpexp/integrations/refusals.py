@@ -90,13 +90,14 @@ OF_THE_TRAINER = {
     "optimizer": "made by the Trainer, or given as optimizers=",
     "dataset": "train_dataset=",
     "folder": "output_dir of the arguments, with .privacy behind it",
+    "physical_batch_size": "per_device_train_batch_size of the arguments",
     "batch_size": "per_device_train_batch_size times gradient_accumulation_steps of the arguments",
     "steps": "max_steps of the arguments",
     "epochs": "num_train_epochs of the arguments",
     "scheduler": "lr_scheduler_type of the arguments",
     "checkpoint_every": "save_steps of the arguments",
 }
-"""What `dpexp.PrivacyEngine` takes, and the Trainer gives it -> where that comes from."""
+"""What `dpexp.PrivacyEngine` and its loop take, and the Trainer gives them -> where that comes from."""
 
 
 def check_privacy(privacy: Any, parameters: Iterable[str]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections import OrderedDict
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,43 @@ def encoder_arguments(config: Any) -> dict[str, bool]:
             f"model.pooling: a {config.model_type} has no encoder without a head; leave it at own"
         ) from None
     return {"add_pooling_layer": False} if "add_pooling_layer" in inspect.signature(made).parameters else {}
+
+
+# what reads an exported model with transformers alone: for whoever is given one and has no dpexp
+LOADING = """\
+import torch
+from safetensors.torch import load_file
+from torch.nn.functional import linear
+from transformers import AutoModel, AutoTokenizer
+
+encoder, tokenizer = AutoModel.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
+head = load_file(f"{folder}/model.safetensors")
+inputs = tokenizer(texts, padding=True, truncation=True, return_tensors="pt")
+with torch.no_grad():
+    states = encoder(**inputs, output_hidden_states=True)
+"""
+MEAN = """\
+    weights = inputs["attention_mask"].unsqueeze(-1) / inputs["attention_mask"].sum(1)[:, None, None]
+"""
+POOLED = {
+    "mean": MEAN + "    x = (states.last_hidden_state * weights).sum(1)\n",
+    "layers": MEAN
+    + "    x = torch.cat([(state * weights).sum(1) for state in states.hidden_states], dim=1)\n",
+    "cls": "    x = states.last_hidden_state[:, 0]\n",
+}
+DENSE = """\
+    x = linear(x, head["classifier.dense.weight"], head["classifier.dense.bias"]).tanh()
+"""
+
+
+def loading_code(config: Mapping[str, Any]) -> str:
+    """Write the lines that give the `logits` of `texts` by an exported model in `folder`, without dpexp; of its `config.json`."""
+    dense = config.get(HEAD_SETTING) == "dense"
+    last = "classifier.out_proj" if dense else "classifier"
+    return (
+        f"{LOADING}{POOLED[config[SETTING]]}{DENSE if dense else ''}"
+        f'    logits = linear(x, head["{last}.weight"], head.get("{last}.bias"))\n'
+    )
 
 
 def load_pooled(folder: str | Path) -> PooledClassifier:

@@ -140,7 +140,7 @@ def resolve(names: list[str]) -> list[str]:
     for name in names:
         parts = meant.get(name) or [x for x in known if x[:-1] == name and x[-1].isalpha()]
         if not parts:
-            raise UserError(f"no report is called {name}{did_you_mean(name, [*meant, 'report'])}")
+            raise UserError(f"no report is called {name}{did_you_mean(name, [*meant, 'report', 'run'])}")
         found += parts
     return list(dict.fromkeys(found))
 

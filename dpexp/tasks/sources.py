@@ -162,7 +162,7 @@ def _compared(reader: Reader[Split], found: Found[Split]) -> Found[Split]:
     if copies := sum(count for count in train.values() if count > 1):
         note = (
             f"train: {copies} of its rows are equal to another one: where they are copies of one example, epsilon is that of "
-            "each copy alone (counted without noise on private data)"
+            "each copy alone, unless unit=user and one user has them all (counted without noise on private data)"
         )
         found = replace(found, notes=[*found.notes, note])
     if "dev" not in found.splits:

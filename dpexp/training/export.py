@@ -94,13 +94,16 @@ def how_to_load(folder: Path) -> str:
         )
     if (folder / "config.json").exists():
         # whoever wrote this file has loaded transformers
-        from dpexp.models.pooling import SETTING
+        from dpexp.models.pooling import SETTING, loading_code
 
-        if SETTING not in read_json(folder / "config.json"):
+        config = read_json(folder / "config.json")
+        if SETTING not in config:
             return ""
         return (
             "`dpexp.models.pooling.load_pooled(folder)` reads this model. `AutoModelForSequenceClassification` puts a random "
-            "layer in front of its head, says no more than a warning, and is wrong."
+            "layer in front of its head, says no more than a warning, and is wrong. Without dpexp (transformers may report a "
+            "pooler that is missing and a classifier that it does not know: neither is used):\n\n"
+            f"```python\n{loading_code(config)}```"
         )
     return ""
 
@@ -173,6 +176,7 @@ def privacy_card(summary: dict[str, Any]) -> str:
             guarantee,
             *_in_words(privacy, spent if guarantee.startswith("Trained") else None),
             *_cut_short(privacy),
+            *_chosen(privacy),
             "",
             "| | |",
             "|---|---|",
@@ -227,6 +231,18 @@ def _cut_short(privacy: dict[str, Any]) -> list[str]:
         f"**Training ended after {planned['taken']} of {planned['steps']} planned steps.** The ε above is right where that had "
         "nothing to do with the weights. Where it was decided by how good the model was, on public data too, the guarantee is "
         f"that of the whole plan: ε = {upwards(planned['epsilon'])}.",
+    ]
+
+
+def _chosen(privacy: dict[str, Any]) -> list[str]:
+    """What holds where the model was chosen among trials, in front of the table: the first ε is the one that is quoted."""
+    name, spent = statement.with_choice(privacy) or ("gdp", 0.0)
+    if name == "gdp":
+        return []
+    return [
+        "",
+        f"**Chosen among {privacy['trials']} trials.** The ε above is that of this training alone. With the choice, by what the "
+        f"trials gave, the guarantee has ε = {upwards(spent)}, by the {name.upper()} accountant.",
     ]
 
 

@@ -58,11 +58,18 @@ def recognise(folder: Path, settings: Mapping[str, Any]) -> str:
             what = "noise_seed is not what it was, or secret.key is another (or both the data and the frozen weights differ)"
         elif name in {*_KEYED, "trained parameters"}:
             what = f"the {name} differ"
+        elif "unit" in odd:
+            what = "one of the two protects users, and the other examples"
+        elif name == "sample_rate":
+            # of as many examples: a person gives the batch
+            was, now = (f"{run['sample_rate'] * run['num_examples']:g}" for run in (before, present))
+            what = f"batch_size was {was} there and is {now} here"
         else:
             what = f"{name} was {before.get(name)} there and is {present.get(name)} here"
         raise UserError(
             f"{folder} holds a run with other settings: {what}. One folder is one run, whose "
-            "noise may be used for nothing else: take another folder (of dpexp train: another seed), or go back to what it was"
+            "noise may be used for nothing else: take another folder (of dpexp train: another seed; of the Trainer: another "
+            "output_dir), or go back to what it was"
         )
     return hashlib.sha256(json.dumps(present, sort_keys=True).encode()).hexdigest()[:16]
 

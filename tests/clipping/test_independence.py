@@ -957,6 +957,20 @@ def test_modules_that_begin_to_train_later_are_looked_at() -> None:
     clipper.backward(model(x()).square().sum(1))
 
 
+def test_a_frozen_batch_norm_in_training_mode_again_is_told_as_such() -> None:
+    norm = nn.BatchNorm1d(D, affine=False, track_running_stats=True).eval()
+    norm.track_running_stats = False
+    model = nn.Sequential(norm, nn.Linear(D, D))
+    clipper = attach(model)
+    values = torch.randn(4, D)
+    clipper.backward(model(values).square().sum(1))
+    model.train()
+    with pytest.raises(
+        UserError, match=r"0 \(BatchNorm1d\): it normalises .* behind each model.train\(\) too"
+    ):
+        clipper.backward(model(values).square().sum(1))
+
+
 @pytest.mark.parametrize("engine", ["auto", "opacus"])
 def test_an_input_that_was_empty_is_looked_at_once_it_is_not(engine: str) -> None:
     """Nodes of one graph as examples, of which those of the first batches are no neighbours."""

@@ -203,3 +203,9 @@ def test_the_folders_of_own_images_are_read(tmp_path: Path, asked: list[str], sa
 def test_what_has_a_value_for_each_step_or_each_example_takes_a_step(asked: list[str]):
     run = compose(["task=mnist", "scale=demo", "clip=flat", *asked])
     assert dry.one_step(run).startswith("taken with")
+
+
+def test_the_plan_says_whether_n_counts_users() -> None:
+    users = ["unit=user", "unit.size=5", "optim.batch_size=40"]
+    assert dry.plan(compose(["task=sst2", "scale=demo", *users])).startswith("N = 3200 users, ")
+    assert dry.plan(compose(["task=sst2", "scale=demo"])).startswith("N = 16000, ")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from dpexp.errors import UserError
 from dpexp.reproduce import catalogue, tables
 from dpexp.reproduce.catalogue import Context
 from dpexp.reproduce.documents import Document
@@ -70,3 +71,5 @@ def test_without_runs_every_block_has_a_command_that_makes_what_it_looks_for(tmp
 
 def test_it_is_a_target_of_its_own():
     assert catalogue.resolve(["figure-li-9"]) == ["figure-li-9"]
+    with pytest.raises(UserError, match=r"no report is called runn; did you mean run\b"):
+        catalogue.resolve(["runn"])

@@ -167,3 +167,21 @@ def test_a_private_run_with_every_kind_of_clipping_and_the_exported_model(
     built = build_task(dev.task, dev.data, "demo", tokenizer, 0)
     assert built.evaluate(exported, CPU, 64)["accuracy"] == pytest.approx(summary["metrics"]["accuracy"])
     assert np.isfinite(summary["metrics"]["loss"])
+
+
+def test_wrong_users_are_told_before_the_encoder_has_read_every_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rich.console import Console
+
+    rows = "".join(f"text {i},{i % 2},user {i // 2}\n" for i in range(20))
+    (file := tmp_path / "train.csv").write_text("text,label,author\n" + rows)
+    run = compose(
+        ["task=text_classification", "scale=own", "clip=flat", f"data.train={file}", "data.text=text", "data.label=label",
+         "data.num_examples=20", "task.labels=[0,1]", "unit=user", "unit.column=author", "unit.num_users=9",
+         "model=bert_tiny", "model.pooling=mean", "model.trainable=head", "model.frozen_features=true",
+         "optim.batch_size=4", f"data.cache={tmp_path}", "runtime=cpu"]
+    )  # fmt: skip
+    monkeypatch.setattr("dpexp.train.freeze", lambda *_, **__: pytest.fail("the encoder has begun to read"))
+    with pytest.raises(UserError, match=r"has 10 users and unit.num_users=9 was declared"):
+        train(run, tmp_path, Console(quiet=True))

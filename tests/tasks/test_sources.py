@@ -147,6 +147,7 @@ def test_equal_rows_of_the_training_data_are_told_to_the_holder_of_the_data(
     assert note.startswith(
         "train: 3 of its rows are equal to another one: where they are copies of one example"
     )
+    assert "unless unit=user and one user has them all" in note
     assert "without noise on private data" in note
 
 

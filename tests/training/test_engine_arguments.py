@@ -95,6 +95,12 @@ def test_arguments_of_a_data_loader_are_refused_in_one_sentence(tmp_path, given,
         make(tmp_path, network()).batches(**given)
 
 
+def test_no_collate_function_is_torch_s_own_as_for_a_data_loader(tmp_path):
+    features, labels = next(iter(make(tmp_path, network()).batches(None, 16)))
+    assert features.shape[1:] == (10,)
+    assert len(features) == len(labels)
+
+
 @pytest.mark.parametrize(
     ("wrong", "named"),
     [
@@ -113,6 +119,10 @@ def test_arguments_of_a_data_loader_are_refused_in_one_sentence(tmp_path, given,
             "sampler= is no argument of PrivacyEngine: the engine reads the examples",
         ),
         (lambda model: {"max_grad_norm": 1.0}, "max_grad_norm= is called clip_norm= here"),
+        (
+            lambda model: {"max_physical_batch_size": 8},
+            r"is no argument of PrivacyEngine: the loop takes it, engine.batches\(physical_batch_size=",
+        ),
         (lambda model: {"target_epsilon": 1.0}, "target_epsilon= is called epsilon= here"),
         (lambda model: {"clip_nrom": 1.0}, "clip_nrom= is no argument .* did you mean clip_norm"),
         (lambda model: {"optimizer": adam_of(*model.requires_grad_(False).parameters())}, "nothing to train"),
@@ -518,3 +528,27 @@ def test_columns_that_were_scaled_by_their_own_rows_are_told_and_on_the_card(tmp
 )
 def test_different_examples_may_come_from_anywhere(tmp_path, different):
     make(tmp_path, dataset=different, batch_size=2, data_name="rows 1").close()
+
+
+class Frozen(nn.Module):
+    """A head on a part that is frozen by `no_grad` alone, or not at all."""
+
+    def __init__(self, frozen):
+        super().__init__()
+        self.frozen, self.body, self.head = frozen, nn.Linear(10, 4), nn.Linear(4, 3)
+
+    def forward(self, x):
+        with torch.set_grad_enabled(not self.frozen):
+            features = self.body(x)
+        return self.head(features)
+
+
+@pytest.mark.parametrize("engine", ["auto", "ghost"])
+def test_weights_that_no_loss_goes_through_are_told_once_where_the_loop_steps(tmp_path, engine):
+    with pytest.warns(UserWarning, match=r"^body.weight trains \(2 such parameters\), and no loss") as told:
+        train(make(tmp_path / "frozen", Frozen(True), engine=engine), steps=2)
+    assert len([warning for warning in told if "no loss of the first batch" in str(warning.message)]) == 1
+    assert told[0].filename.endswith("own_loop.py")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(make(tmp_path / "whole", Frozen(False), engine=engine, groups="layer"), steps=2)

@@ -77,7 +77,8 @@ def test_an_approximation_is_not_listed_among_the_bounds():
         "trials": 3,
         "epsilon_with_tuning": {"gdp": 4.0},
     }
-    assert "among 3 trials, by GDP (an approximation that may" in privacy_card(summary(chosen))
+    assert "among 3 trials, by GDP (an approximation that may" in (card := privacy_card(summary(chosen)))
+    assert "Chosen among" not in card
 
 
 def test_no_delta_is_shown_smaller_than_it_is():
@@ -101,6 +102,29 @@ def test_the_card_says_how_to_load_what_the_library_would_load_wrongly(tmp_path)
     assert "load_pooled(folder)` reads this model" in (tmp_path / "pooled" / "PRIVACY.md").read_text()
     assert "Loading" not in (tmp_path / "plain" / "PRIVACY.md").read_text()
     assert load_pooled(tmp_path / "pooled").pooling == "mean"
+
+
+@pytest.mark.parametrize(
+    ("pooling", "head"), [("mean", "linear"), ("layers", "unbiased"), ("cls", "dense"), ("mean", "dense")]
+)
+def test_what_the_card_says_reads_a_pooled_model_without_us(tmp_path, pooling, head):
+    from dpexp.models import pooling as pooled
+
+    torch.manual_seed(0)
+    small = dict(
+        vocab_size=1000, hidden_size=8, num_hidden_layers=2, num_attention_heads=2, intermediate_size=8
+    )
+    encoder = transformers.BertModel(transformers.BertConfig(**small), add_pooling_layer=False)
+    model = PooledClassifier(encoder, pooling, head).eval()
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "b", "c"]
+    tokenizer = transformers.BertTokenizer(vocab={word: number for number, word in enumerate(words)})
+    export(SimpleNamespace(model=model, tokenizer=tokenizer), summary(block()), tmp_path / "model", [])
+    card = (tmp_path / "model" / "PRIVACY.md").read_text()
+    given = {"folder": str(tmp_path / "model"), "texts": ["a b c b", "c"]}
+    exec(card.split("```python\n")[1].split("```")[0], given)
+    inputs = tokenizer(given["texts"], padding=True, return_tensors="pt")
+    torch.testing.assert_close(given["logits"], model(**inputs).logits)
+    assert "dpexp" not in pooled.loading_code(model.config.to_dict())
 
 
 def test_a_plain_module_is_saved_as_its_state_and_the_card_says_how_to_load_it(tmp_path, monkeypatch):

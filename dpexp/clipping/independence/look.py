@@ -19,6 +19,7 @@ from dpexp.clipping.independence.end_to_end import Ends
 from dpexp.clipping.independence.padding import BROKEN, FIXED, Padding
 from dpexp.clipping.independence.replay import Replay, fingerprints, unlike
 from dpexp.clipping.independence.runs import LIST, Buffers, Run, Runs
+from dpexp.clipping.refusals import refusal
 from dpexp.errors import UntoldError, UserError, without_data
 
 MIXES = (
@@ -367,7 +368,11 @@ class Look:
 
     def _refuse(self, difference: Difference) -> None:
         name = first_module(self.replay, difference.runs, difference.differs)
-        raise UserError(f"{self._name(name)}: {MIXES.format(when=difference.when, way=difference.way)}")
+        # a batch norm whose model was put back into training mode, for one
+        known = refusal(self.replay.model.get_submodule(name))
+        raise UserError(
+            f"{self._name(name)}: {known or MIXES.format(when=difference.when, way=difference.way)}"
+        )
 
     def _name(self, name: str) -> str:
         module = self.replay.model.get_submodule(name)

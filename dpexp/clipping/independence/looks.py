@@ -55,7 +55,8 @@ ONE_WAY = (
 
 SUPPOSED = (
     "rows of this batch end in the same id, and more of it changes what an example gets. If that is padding, an example depends "
-    "on the longest one beside it: give the model an attention mask, or its configuration a pad_token_id, and it is looked at"
+    "on the longest one beside it: give the model an attention mask, or its configuration a pad_token_id, and it is looked at. "
+    "If all batches have one length, say so: fixed_length=True"
 )
 
 

@@ -12,11 +12,12 @@ from dpexp.clipping.tapping.uses import Use
 from dpexp.errors import LateError, UserError
 
 MIXED = (
-    "the gradient at this layer's output mixes examples: they influence each other's losses (a batch statistic, a loss "
-    "normalised over the batch, attention across the batch), which voids any guarantee. Make each loss depend on its own "
-    "example alone; where rows enter the model in another order than the losses have, give the losses in the model's order. (A "
-    "backward or a hook that clamps or normalises gradients cannot be told from that: leave it out. Nor can a dimension in front "
-    "that has as many entries as the batch by chance, heads or frames: take physical batches of another size)"
+    "the gradient at this layer's output mixes examples: they influence each other's losses (a batch statistic, as of a batch "
+    "norm that model.train() has put into training mode again, a loss normalised over the batch, attention across the batch), "
+    "which voids any guarantee. Make each loss depend on its own example alone; where rows enter the model in another order than "
+    "the losses have, give the losses in the model's order. (A backward or a hook that clamps or normalises gradients cannot be "
+    "told from that: leave it out. Nor can a dimension in front that has as many entries as the batch by chance, heads or "
+    "frames: take physical batches of another size)"
 )
 LATE = "was used in a way that earlier steps did not show. It is known now: run this step again, or use engine='loop'"
 

@@ -72,6 +72,8 @@ OF_A_LOADER = (
     "poisson_sampling",
 )
 """What a loader is given, and has no counterpart."""
+OF_BATCHES = ("collate_fn", "physical_batch_size", "max_physical_batch_size")
+"""What `engine.batches` takes, and `PrivacyEngine` does not."""
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -83,14 +85,20 @@ def named(function: Callable[P, T]) -> Callable[P, T]:
     """Make a method that is called with arguments of other names, or without some, say so in one sentence."""
     parameters = inspect.signature(function)
     called, given, more = f"engine.{function.__name__}", "...", ""
+    of_the_loop: tuple[str, ...] = ()
     if function.__name__ == "__init__":
         called, given = "PrivacyEngine", "model, optimizer, dataset, folder=..., batch_size=..., ..."
         more = ". The data set, and what is private, are given here and not to make_private (docs/from_opacus.md)"
+        of_the_loop = OF_BATCHES
 
     @wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> T:
         known = list(parameters.parameters)[1:]
         for name in kwargs:
+            if name in of_the_loop:
+                raise UserError(
+                    f"{name}= is no argument of {called}: the loop takes it, engine.batches({ELSEWHERE.get(name, name)}=...)"
+                )
             if name in ELSEWHERE:
                 raise UserError(f"{name}= is called {ELSEWHERE[name]}= here (docs/from_opacus.md)")
             if name in OF_A_LOADER:

@@ -184,7 +184,7 @@ class PrivacyEngine:
     @named
     def batches(
         self,
-        collate_fn: Callable[[list[Any]], Any] = default_collate,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
         physical_batch_size: int = 64,
         *,
         length: Callable[[int], int] | None = None,
@@ -199,7 +199,7 @@ class PrivacyEngine:
         seeded from the run's key for every physical batch, because dropout and random masks must be secret and repeatable.
 
         Args:
-            collate_fn: a list of examples -> a batch.
+            collate_fn: a list of examples -> a batch; None: torch's `default_collate`.
             physical_batch_size: what fits in memory. It changes the sums by rounding alone.
             length: of the example with a number, so that examples of similar length come together.
             steps: at most this many steps; None: all that are left.
@@ -207,7 +207,8 @@ class PrivacyEngine:
         Raises:
             UserError: `step` was not called for a batch, or another loop over `batches` was begun meanwhile.
         """
-        loop = self._loop.batches(collate_fn, physical_batch_size, length, steps)
+        collate = default_collate if collate_fn is None else collate_fn
+        loop = self._loop.batches(collate, physical_batch_size, length, steps)
         return Batches(loop, self._loop.alone, owner=self)
 
     def step(self, losses: Tensor) -> bool:

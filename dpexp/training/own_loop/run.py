@@ -46,6 +46,12 @@ from dpexp.training.steps import Steps
 from dpexp.training.sums import not_finite
 from dpexp.training.watching.guards import GuardedOptimizer
 
+IDLE = (
+    "{name} trains ({count} such parameters), and no loss of the first batch went through it: noise alone moves it. Freeze it "
+    "with requires_grad_(False), or take torch.no_grad() and detach() away, unless later batches use it (this is known without "
+    "noise: keep it to yourself)"
+)
+
 
 class OwnRun:
     """A run that is begun, or gone on with, and open until it is closed or dropped.
@@ -199,6 +205,9 @@ class OwnRun:
         """After every step."""
         taken, every = self.steps.taken, self.planned.numbers.checkpoint_every
         taught(self._data, self.folder)
+        # each told where the loop calls `engine.step`
+        if taken == 1 and self.ranks.writes and (idle := self._idle()):
+            warnings.warn(IDLE.format(name=idle[0], count=len(idle)), stacklevel=7)
         again = self.ledger.charged_again
         if again > self._again and self.ranks.writes:
             plan = self.planned.plan
@@ -206,16 +215,22 @@ class OwnRun:
                 f"step {taken} was charged a second time: since the interruption something has changed (code, data, "
                 "machine, threads, number of processes, physical batch size), and it drew a fresh sample and fresh noise. "
                 f"Epsilon is {upwards(self.ledger.epsilon(plan.delta, plan.accountant))} so far",
-                stacklevel=3,
+                stacklevel=7,
             )
         self._again = again
         if not self._broken and not math.isfinite(float(self.steps.sums.loss)):
             self._broken = True
-            warnings.warn(not_finite(taken), stacklevel=3)
+            warnings.warn(not_finite(taken), stacklevel=7)
         if self.finished or (every and taken % every == 0):
             self.checkpoints.save(None, self.ranks)
         if self.finished:
             self.ranks.once(self._hold)
+
+    def _idle(self) -> list[str]:
+        """Name what trains and met no example of the first batch; nothing where the clipper does not know the uses."""
+        rows = self.clipper.coverage()
+        idle = [row.parameter for row in rows if not (row.operation or row.method)]
+        return idle if len(idle) < len(rows) else []
 
     def _hold(self) -> None:
         """Keep others out of the folder while there are steps to take; a notebook's cell may run again after the last one."""
