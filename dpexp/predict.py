@@ -13,7 +13,7 @@ import json
 import re
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +59,7 @@ class PredictArguments:
     run: str = MISSING
     data: str = MISSING
     out: str = "predictions.csv"
+    keep: list[str] = field(default_factory=list)
     labels: list[str] | None = None
     batch_size: int = 64
     device: str = "auto"
@@ -78,7 +79,7 @@ def predict(arguments: PredictArguments, out: Path) -> int:
     Args:
         arguments: of the command.
         out: the CSV file: for classes ``prediction`` and a probability for each class, ``P(class)``, for texts ``prediction``;
-            before them what was read, or the image's path.
+            before them what is kept and what was read, or the image's path.
 
     Returns:
         The number of rows.
@@ -110,7 +111,7 @@ def predict(arguments: PredictArguments, out: Path) -> int:
     make_folder(out.parent, "out")
     device = choose_device(arguments.device)
     with tempfile.TemporaryDirectory() as place:
-        task, rows = read_rows(run, data, Path(place))
+        task, rows = read_rows(run, data, Path(place), arguments.keep)
         model = exported(run, folder / "model", task).to(device).eval()
         header, answers = _answers(task, model, device, arguments.batch_size, len(rows))
     text = io.StringIO()
@@ -156,13 +157,16 @@ def read_run(folder: Path) -> RunConfig:
     return run
 
 
-def read_rows(run: RunConfig, data: Path, place: Path) -> tuple[Task, list[dict[str, str]]]:
+def read_rows(
+    run: RunConfig, data: Path, place: Path, keep: Sequence[str] = ()
+) -> tuple[Task, list[dict[str, str]]]:
     """Make the run's task of new rows, which stand in its training split with a label that means nothing.
 
     Args:
         run: its settings.
         data: a table with the columns that the run read, but for the label or target; or a folder of images, or one image.
         place: a temporary folder.
+        keep: further columns of the table.
 
     Returns:
         The task, and of each row what was read, by column.
@@ -180,9 +184,12 @@ def read_rows(run: RunConfig, data: Path, place: Path) -> tuple[Task, list[dict[
             "the run took its classes from its training data and kept no list of them: give labels=[...], in the order of the "
             "training (sorted)"
         )
-    rows, made = (
-        _images(data, place, task.labels) if kind == "image_classification" else _texts(run, data, place)
-    )
+    if kind == "image_classification":
+        if keep:
+            raise UserError("keep: images have no columns; each line begins with the name of its file")
+        rows, made = _images(data, place, task.labels)
+    else:
+        rows, made = _texts(run, data, place, keep)
     plain = TaskConfig()
     asked = replace(task, **{name: getattr(plain, name) for name in OF_THE_DATA}, overlong="cut")
     if kind == "generation":
@@ -206,18 +213,19 @@ def read_rows(run: RunConfig, data: Path, place: Path) -> tuple[Task, list[dict[
         raise UserError(said.replace(str(made), str(data))) from error
 
 
-def _texts(run: RunConfig, data: Path, place: Path) -> tuple[list[dict[str, str]], Path]:
-    """What was read, and a table of it with the columns `TEXT`, `PAIR` and `LABEL`."""
+def _texts(run: RunConfig, data: Path, place: Path, keep: Sequence[str]) -> tuple[list[dict[str, str]], Path]:
+    """What was read, and a table with the columns `TEXT`, `PAIR` and `LABEL`."""
     columns = columns_of(run.task, run.data)
     names = [columns.text] + ([columns.text_pair] if columns.text_pair else [])
-    table = read_table(data, names)
+    read = list(dict.fromkeys([*keep, *names]))
+    table = read_table(data, read)
     rows = [
-        dict(zip(names, cells, strict=True)) for cells in zip(*(table.columns[n] for n in names), strict=True)
+        dict(zip(read, cells, strict=True)) for cells in zip(*(table.columns[n] for n in read), strict=True)
     ]
     made = place / "rows.jsonl"
     # a target that is empty would be refused
     label = next(iter(run.task.labels), "-")
-    lines = (dict(zip((TEXT, PAIR), row.values(), strict=False)) | {LABEL: label} for row in rows)
+    lines = (dict(zip((TEXT, PAIR), map(row.get, names), strict=False)) | {LABEL: label} for row in rows)
     made.write_text("\n".join(map(json.dumps, lines)) + "\n", encoding="utf-8")
     return rows, made
 

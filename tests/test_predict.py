@@ -77,7 +77,8 @@ def test_texts_are_classified_as_dev_was(tmp_path, chosen):
     new.write_text(
         "".join(json.dumps({"other": row["other"], "review": row["review"]}) + "\n" for row in rows)
     )
-    found = predicted(folder, new, batch_size=7)
+    found = predicted(folder, new, batch_size=7, keep=["other"])
+    assert [row["other"] for row in found] == [row["other"] for row in rows]
     assert [row["review"] for row in found] == [row["review"] for row in rows]
     right = sum(one["prediction"] == other["stars"] for one, other in zip(found, rows, strict=True))
     assert right / len(rows) == metrics["accuracy"]
