@@ -205,6 +205,24 @@ def test_a_table_that_is_no_batch(first: int) -> None:
     exact(own(forward, scale=(D,)), [rows(n, LENGTH) for n in (first, 4, LENGTH, 1)], of_x, "auto")
 
 
+@pytest.mark.parametrize("first", [1, 3, 4, LENGTH])
+def test_positions_in_a_grid_are_no_batch(first: int) -> None:
+    """Where there are as many examples as the grid has rows, one of the two coordinates repeats itself as if for each: of learned
+    frequencies (mixed rotary embeddings), and of a table by relative positions."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        place = torch.arange(LENGTH)
+        column, row = place % 2, place // 2
+        angles = column[:, None] * self.both[0].unsqueeze(-2) + row[:, None] * self.both[1].unsqueeze(-2)
+        cos, sin = angles.flatten(0, 1)
+        bias = self.table[row[:, None] - row + 2, column[:, None] - column + 1]
+        h = self.first(x) * cos.cos()
+        return self.out((h @ h.mT + bias).softmax(-1) @ h * sin.sin())
+
+    batches: list[Batch] = [rows(n, LENGTH) for n in (first, LENGTH, 1, 3, 3)]
+    assert exact(own(forward, both=(2, 2, 1, D), table=(5, 3)), batches, of_x, "auto") == []
+
+
 @pytest.mark.parametrize("engine", ["auto", "ghost", "bk"])
 def test_a_table_of_which_a_few_rows_train(engine: str) -> None:
     """As the trainable tokens of PEFT: what is looked up is a function of the parameter."""
