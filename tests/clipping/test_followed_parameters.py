@@ -187,6 +187,21 @@ def test_uses(use: str, engine: str) -> None:
     assert engine == "loop" or looped == []
 
 
+def test_a_gradient_that_vanishes_needs_no_loop() -> None:
+    """That of a bias before a softmax, in a table that is made of parameters alone, as ConViT's is of positions."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        place = torch.arange(LENGTH, dtype=x.dtype)
+        apart = (place[:, None] - place)[..., None]
+        scores = F.linear(apart, self.weight, self.shift).movedim(-1, 0)
+        h = self.first(x).unflatten(-1, (2, -1)).transpose(1, 2)
+        attended = (h @ h.mT).softmax(-1) + self.gate * scores.softmax(-1)
+        return self.out((attended @ h).transpose(1, 2).flatten(2))
+
+    model = own(forward, weight=(2, 1), shift=(2,), gate=())
+    assert exact(model, [rows(n, LENGTH) for n in (3, 4, 1)], of_x, "auto") == []
+
+
 def test_rows_of_a_table_by_indices_of_the_batch() -> None:
     def forward(self: Any, x: Tensor) -> Tensor:
         return self.out(torch.tanh(self.first(self.table[x])))
