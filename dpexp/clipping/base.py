@@ -16,6 +16,7 @@ from dpexp.clipping.compiling import tell_compiler, uncompiled
 from dpexp.clipping.given import check_same_parameters, check_thresholds, initial_thresholds
 from dpexp.clipping.groups import Group, GroupsSpec, build_groups, trainable_parameters
 from dpexp.clipping.independence import Independence
+from dpexp.clipping.norm_layouts import mend_norms
 from dpexp.clipping.refusals import refuse_couplings, refuse_devices, refuse_hooks
 from dpexp.clipping.reports import Report
 from dpexp.clipping.sharding import Shards
@@ -161,6 +162,7 @@ class AnyClipper(ABC):
         self._hooks = [
             model.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True),
             model.register_forward_hook(self._leave, always_call=True),
+            *mend_norms(model),
         ]
 
     def elsewhere(self) -> AbstractContextManager[None]:

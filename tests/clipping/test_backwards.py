@@ -200,14 +200,68 @@ def test_gradients_that_rounding_decides_are_no_coupling(examples: int) -> None:
     assert report.norms.isfinite().all()
 
 
-@pytest.mark.parametrize("examples", [1, 2, 3])
-def test_torchs_batch_norm_of_a_single_example_is_told(examples: int) -> None:
-    """On a CPU its backward is another one there, with constant statistics, where positions become rows of features behind it."""
-    norm = nn.BatchNorm1d(D).eval()
+class Positions(nn.Module):
+    """Positions become rows of features, and the gradient comes back in their order."""
+
+    def forward(self, h: Tensor) -> Tensor:
+        return F.layer_norm(h.flatten(2).transpose(1, 2), h.shape[1:2]).flatten(1)
+
+
+class Column(nn.Module):
+    """Rows of features become an image that is one pixel wide."""
+
+    def forward(self, h: Tensor) -> Tensor:
+        return h.transpose(1, 2).unsqueeze(-1)
+
+
+def constant(norm: nn.Module, trained: bool = True) -> nn.Module:
     norm.track_running_stats = False
-    model = Net(lambda h: norm(Back.apply(h, lambda x, gradient: gradient * (1 + (len(x) == 1)))))
-    model.norm = norm
+    return norm.eval().requires_grad_(trained)
+
+
+ONE_WIDE = {
+    "trained": lambda: [nn.Conv2d(3, 4, 1), constant(nn.BatchNorm2d(4)), Positions()],
+    "frozen": lambda: [nn.Conv2d(3, 4, 1), constant(nn.BatchNorm2d(4), False), Positions()],
+    "in space": lambda: [nn.Conv2d(3, 8, 1), nn.Unflatten(1, (4, 2)), constant(nn.BatchNorm3d(4)), Positions()],
+    "a column": lambda: [nn.Linear(2, 4), nn.Flatten(1, 2), Column(), constant(nn.BatchNorm2d(4)), nn.Flatten()],
+    "channels last": lambda: [
+        nn.Conv2d(3, 4, 1), nn.InstanceNorm2d(4, affine=True), nn.GELU(), nn.Conv2d(4, 4, 1), nn.GELU(), nn.Flatten()
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("examples", [1, 2, 3])
+@pytest.mark.parametrize("kind", ONE_WIDE)
+def test_the_gradient_of_a_norm_is_right_where_a_dimension_has_size_1(kind: str, examples: int) -> None:
+    """On a CPU torch's own is wrong where input and gradient lie in memory in different orders: that of one example, too, whose
+    dimension is that of the batch."""
+    model = nn.Sequential(*ONE_WIDE[kind](), nn.LazyLinear(3)).double()
+    x = torch.randn(examples, 3, 2, 2, dtype=torch.float64)
+    model(x)
+    if kind == "channels last":
+        model.to(memory_format=torch.channels_last)
+    params = [p for p in model.parameters() if p.requires_grad]
+    losses = nn.Sequential(*map(written_out, model))(x).square().sum(1)
+    rows = [torch.autograd.grad(loss, params, retain_graph=True) for loss in losses]
+    expected = [torch.cat([gradient.flatten() for gradient in row]).norm() for row in rows]
     clipper = attach(model)
-    losses = model(batch(examples)).square().sum(1)
-    with pytest.raises(UserError, match=r"first\.weight.*fuse_conv_bn_eval"):
-        clipper.backward(losses)
+    report = clipper.backward(model(x).square().sum(1))
+    torch.testing.assert_close(report.norms[0], torch.stack(expected), check_dtype=False)
+    clipper.detach()
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model)
+
+
+def written_out(module: nn.Module) -> nn.Module:
+    """A norm as a difference, a product and a sum."""
+
+    def norm(h: Tensor) -> Tensor:
+        var, mean = torch.var_mean(h, (2, 3), correction=0, keepdim=True)
+        if module.running_mean is not None:
+            mean, var = over_channels(module.running_mean), over_channels(module.running_var)
+        scaled = (h - mean) / (var + module.eps).sqrt()
+        return scaled * over_channels(module.weight) + over_channels(module.bias)
+
+    def over_channels(values: Tensor) -> Tensor:
+        return values.view(-1, 1, 1, 1) if isinstance(module, nn.BatchNorm3d) else values.view(-1, 1, 1)
+
+    return Between(norm) if hasattr(module, "running_mean") else module

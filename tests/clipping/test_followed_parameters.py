@@ -187,6 +187,21 @@ def test_uses(use: str, engine: str) -> None:
     assert engine == "loop" or looped == []
 
 
+def test_a_gradient_that_vanishes_needs_no_loop() -> None:
+    """That of a bias before a softmax, in a table that is made of parameters alone, as ConViT's is of positions."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        place = torch.arange(LENGTH, dtype=x.dtype)
+        apart = (place[:, None] - place)[..., None]
+        scores = F.linear(apart, self.weight, self.shift).movedim(-1, 0)
+        h = self.first(x).unflatten(-1, (2, -1)).transpose(1, 2)
+        attended = (h @ h.mT).softmax(-1) + self.gate * scores.softmax(-1)
+        return self.out((attended @ h).transpose(1, 2).flatten(2))
+
+    model = own(forward, weight=(2, 1), shift=(2,), gate=())
+    assert exact(model, [rows(n, LENGTH) for n in (3, 4, 1)], of_x, "auto") == []
+
+
 def test_rows_of_a_table_by_indices_of_the_batch() -> None:
     def forward(self: Any, x: Tensor) -> Tensor:
         return self.out(torch.tanh(self.first(self.table[x])))
@@ -203,6 +218,24 @@ def test_a_table_that_is_no_batch(first: int) -> None:
         return self.out(self.first(x) + torch.ones(LENGTH, D, dtype=x.dtype) * self.scale)
 
     exact(own(forward, scale=(D,)), [rows(n, LENGTH) for n in (first, 4, LENGTH, 1)], of_x, "auto")
+
+
+@pytest.mark.parametrize("first", [1, 3, 4, LENGTH])
+def test_positions_in_a_grid_are_no_batch(first: int) -> None:
+    """Where there are as many examples as the grid has rows, one of the two coordinates repeats itself as if for each: of learned
+    frequencies (mixed rotary embeddings), and of a table by relative positions."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        place = torch.arange(LENGTH)
+        column, row = place % 2, place // 2
+        angles = column[:, None] * self.both[0].unsqueeze(-2) + row[:, None] * self.both[1].unsqueeze(-2)
+        cos, sin = angles.flatten(0, 1)
+        bias = self.table[row[:, None] - row + 2, column[:, None] - column + 1]
+        h = self.first(x) * cos.cos()
+        return self.out((h @ h.mT + bias).softmax(-1) @ h * sin.sin())
+
+    batches: list[Batch] = [rows(n, LENGTH) for n in (first, LENGTH, 1, 3, 3)]
+    assert exact(own(forward, both=(2, 2, 1, D), table=(5, 3)), batches, of_x, "auto") == []
 
 
 @pytest.mark.parametrize("engine", ["auto", "ghost", "bk"])

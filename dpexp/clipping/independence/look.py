@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from dpexp.clipping.gradients.memory import give_back_freed_memory
 from dpexp.clipping.independence.arguments import Inputs, positional_names
@@ -30,10 +29,6 @@ BACKWARDS = (
     "{name}: the gradient of what one example gets out of the model changes when others of its batch are gone, though what it "
     "gets does not (a backward of its own, a hook, or a factor of a gradient, that goes by the number of rows or by other rows). "
     "This voids any guarantee. Write it for each example alone, or with a public number"
-)
-FOLD = (
-    ". For one example alone, torch itself does so in a batch norm with constant statistics where positions become rows of "
-    "features behind it: fold it into its convolution (torch.nn.utils.fuse_conv_bn_eval)"
 )
 WAY = (
     "Look for a statistic under no_grad, one quantisation scale for the whole batch, a running statistic, an expert's capacity, "
@@ -319,9 +314,7 @@ class Look:
             finally:
                 self.replay.keeps = kept
             if name:
-                alone = 1 in (self.examples, len(variant.rows))
-                norms = any(isinstance(module, _BatchNorm) for module in self.replay.model.modules())
-                raise UserError(BACKWARDS.format(name=name) + (FOLD if alone and norms else ""))
+                raise UserError(BACKWARDS.format(name=name))
 
     def _compare_buffers(self, here: Buffers, resized: bool) -> None:
         for place, (before, persistent) in self.buffers.items():

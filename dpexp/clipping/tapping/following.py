@@ -167,11 +167,11 @@ def _meet(call: Call, tensors: list[Tensor]) -> Any:
         call.key += f"~{','.join(str(t.dim()) for t in call.others)}"
         role = recorder.known_role(call.key)
     if role is None or (recorder.flow is not None and role not in (NATIVE, PLAIN)):
-        role = _role(recorder, call.others)
-        if recorder.current is not None and recorder.flow is not None:
-            before = recorder.current.roles.setdefault(call.key, role)
-            if before != role:
-                recorder.current.roles[call.key] = NATIVE
+        found = _role(recorder, call.others)
+        # what turned out to be a function of parameters still is, whatever its constants look like
+        if role != SHARED or "1" in found or func.__name__ in copies.EXPANSIONS:
+            role = found
+        _remember(recorder, call.key, role)
     if role in (DERIVE, SHARED):
         if role == DERIVE and func.__name__ in copies.EXPANSIONS:
             result = copies.expansion(call)
@@ -185,25 +185,46 @@ def _meet(call: Call, tensors: list[Tensor]) -> Any:
         # the batch goes into it: no value of parameters alone any more
         call.first.key = None
         return NotImplemented
-    call.batched = [t for t, digit in zip(call.others, role[len(USE) :], strict=True) if digit == "1"]
-    return meeting.use(call)
+    call.batched = [t for t, digit in zip(call.others, role[len(USE) :], strict=True) if digit != "0"]
+    result = meeting.use(call)
+    if result is NotImplemented and "1" not in role:
+        # nothing of the batch is in it
+        _remember(recorder, call.key, DERIVE)
+        result = _derive(call)
+    return result
+
+
+def _remember(recorder: Recorder, key: str, role: str) -> None:
+    """Note the role of an operation in a forward pass that is watched, where it may have had another one before."""
+    if recorder.current is None or recorder.flow is None:
+        return
+    before = recorder.current.roles.setdefault(key, role)
+    if before == role:
+        return
+    if "1" not in before + role and before != NATIVE:
+        # constants alone: those of the batch's size (coordinates of as many positions) only look like it
+        role = DERIVE
+    else:
+        before, role = before.replace("2", "1"), role.replace("2", "1")
+        role = role if before == role else NATIVE
+    recorder.current.roles[key] = role
 
 
 def _role(recorder: Recorder, others: Sequence[Tensor]) -> str:
     flow, rows = recorder.flow, recorder.rows
 
-    def of_batch(t: Tensor) -> bool:
+    def digit(t: Tensor) -> str:
         # what a gradient goes to although it is not followed depends on the batch, or on a tap
         if t.requires_grad:
-            return True
+            return "1"
         if flow is None:
-            return t.dim() > 0 and (rows is None or rows in t.shape[:2])
-        return t in flow or _has_row_for_each(t, rows)
+            return "1" if t.dim() > 0 and (rows is None or rows in t.shape[:2]) else "0"
+        return "1" if t in flow else "2" if _has_row_for_each(t, rows) else "0"
 
     if any(t.is_nested and t.layout == torch.strided for t in others):
         raise UserError(STRIDED)
-    digits = "".join("1" if of_batch(t) else "0" for t in others)
-    return USE + digits if "1" in digits else DERIVE
+    digits = "".join(map(digit, others))
+    return USE + digits if digits.strip("0") else DERIVE
 
 
 def _has_row_for_each(constant: Tensor, rows: int | None) -> bool:

@@ -1,6 +1,6 @@
 """Roles that an operation on followed values may have, as the forward passes that were watched have decided."""
 
-# followed by a digit for every other tensor: 1 for one of the batch
+# followed by a digit for every other tensor: 1 for one of the batch, 2 for a constant whose rows look like those of the batch
 USE = "use"
 # a function of parameters; copies of a value, one for each row of the batch, are a use all the same
 DERIVE = "derive"
