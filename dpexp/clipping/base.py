@@ -39,11 +39,13 @@ class AnyClipper(ABC):
         params: what is clipped, by first name.
         reach: by how many thresholds one example can move the sum.
         max_clip_scale: the largest factor of an example's thresholds.
+        on_left: called where a forward of training has ended.
         notes: what could not be looked at, in words.
     """
 
     reach = 1.0
     max_clip_scale = 1.0
+    on_left: Callable[[], None] | None = None
     _shards: Shards | None = None
     _attached = True
 
@@ -186,3 +188,5 @@ class AnyClipper(ABC):
         # one without gradients was not begun, and may run within one that was, or beside it in another thread
         if torch.is_grad_enabled():
             self._independence.leave(output)
+            if self.on_left is not None and not self._independence.looking:
+                self.on_left()

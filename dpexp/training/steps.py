@@ -133,6 +133,9 @@ class Steps:
         # keyed, of all examples of the present step
         self._sample = ""
         self.seeds = Seeds(self.device, key, model, data)
+        if clipper is not None:
+            # behind fork_rng() it is no longer seen
+            clipper.on_left = self.check_seeds
 
     @property
     def clipper(self) -> AnyClipper | None:
@@ -237,8 +240,8 @@ class Steps:
         return pieces
 
     def check_seeds(self) -> None:
-        """Raise `UserError` where the losses of the present piece have drawn from another seed than the engine's."""
-        if self.release is not None:
+        """Raise `UserError` where the present piece has drawn from another seed than the engine's."""
+        if self.release is not None and self.piece is not None:
             self.seeds.check()
 
     def add(self, losses: Tensor) -> bool:

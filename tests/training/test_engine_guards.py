@@ -645,7 +645,10 @@ def seeded_where(engine, place):
             with torch.random.fork_rng():
                 torch.manual_seed(0)
                 torch.rand(3)
-        losses = losses_of(engine, batch)
+        with torch.random.fork_rng(enabled=place == "around the forward"):
+            if place == "around the forward":
+                torch.manual_seed(0)
+            losses = losses_of(engine, batch)
         if place == "behind the forward":
             torch.manual_seed(0)
         engine.step(losses)
@@ -655,10 +658,11 @@ def seeded_where(engine, place):
     return engine
 
 
-def test_dropout_does_not_draw_from_a_seed_that_others_may_know(tmp_path):
+@pytest.mark.parametrize("place", ["before the forward", "around the forward"])
+def test_dropout_does_not_draw_from_a_seed_that_others_may_know(tmp_path, place):
     engine = make(tmp_path, network(0.3))
     with pytest.raises(UserError, match=r"torch\.manual_seed\(0\) was called between a batch and its losses"):
-        seeded_where(engine, "before the forward")
+        seeded_where(engine, place)
     assert engine.ledger.steps_charged == 0
 
 
