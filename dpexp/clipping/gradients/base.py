@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 
 from dpexp.clipping.cost import Cost
 from dpexp.clipping.gradients import numerics, rounding
-from dpexp.clipping.gradients.memory import HOT, SHARED, Scratch, fresh
+from dpexp.clipping.gradients.memory import HOT, SHARED, Scratch
 
 Bounded = tuple[Tensor, Tensor | None]
 """Factors ``[b]``, zero where a gradient is not finite, and which gradients are finite (None: all)."""
@@ -367,7 +367,7 @@ class PerExampleGradient(ABC):
         return other
 
     def _zeros(self, *shape: int) -> Tensor:
-        return fresh(shape, self.dtype, self.device).zero_()
+        return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
     def _chunks(self, method: str) -> Iterator[tuple[Tensor, slice]]:
         """Instantiated gradients of a few examples at a time, with the slice of examples they are of.

@@ -12,7 +12,6 @@ from dpexp.clipping.cost import Cost
 from dpexp.clipping.gradients import numerics
 from dpexp.clipping.gradients.base import PerExampleGradient
 from dpexp.clipping.gradients.grams import gram_norms
-from dpexp.clipping.gradients.memory import fresh
 
 
 class Outer(PerExampleGradient):
@@ -109,7 +108,7 @@ class Outer(PerExampleGradient):
         if out is not None and out.dtype == self.dtype and out.is_contiguous():
             numerics.product_into(out.view(g.shape[2], a.shape[2]), left, right, beta=1)
             return out
-        total = fresh((g.shape[2], a.shape[2]), self.dtype, self.device)
+        total = torch.empty((g.shape[2], a.shape[2]), dtype=self.dtype, device=self.device)
         numerics.product_into(total, left, right, beta=0)
         return numerics.add_to(out, total.view(self.shape))
 
