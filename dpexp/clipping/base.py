@@ -129,6 +129,14 @@ class AnyClipper(ABC):
         return self._independence.counted
 
     @property
+    def shared(self) -> str:
+        """What examples that go through the model together share of chance, in words, as far as looks have shown; "" if nothing.
+
+        Harmless where each goes alone, or all of a step together, and not where who goes with whom follows from who was drawn.
+        """
+        return self._independence.shared
+
+    @property
     def extra(self) -> list[nn.Parameter]:
         """Parameters that exist for the sake of their ``grad`` alone: sums that are released besides."""
         return []
@@ -173,7 +181,7 @@ class AnyClipper(ABC):
 
     def new_batch(self) -> None:
         """Tell that another batch begins: losses of an earlier forward are then refused, where forwards are followed."""
-        self._independence.counted = ""
+        self._independence.new_batch()
 
     def may_begin_again(self) -> None:
         """Tell that the caller begins a step again on a `LateError`: rows that a model picks are then proven at less cost."""

@@ -1,5 +1,7 @@
-"""What a step cannot be taken with: processes that nobody counted, shards over a part of them, sums of 16 bits, counted calls."""
+"""What a step cannot be taken with: processes that nobody counted, shards over a part of them, sums of 16 bits, counted calls,
+chance that a physical batch shares."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -64,6 +66,33 @@ def refuse_counted(counted: str) -> None:
             "public: a loop moves it on where engine.step(losses) returns True, and leaves it alone in between (eval() of that "
             "module)"
         )
+
+
+def refuse_shared(shared: str) -> None:
+    """Refuse a model with chance that a physical batch shares, where who is in it follows from who was drawn.
+
+    Args:
+        shared: what it shares, see `AnyClipper.shared`.
+    """
+    if shared:
+        raise UserError(
+            f"all examples of a physical batch share {shared} (LayerDrop, dropout of positions or of weights, noise on weights). "
+            "One example more moves others into the next physical batch, where chance has it otherwise: the sum moves by more "
+            "than one example may, and no noise is for that. Switch it off (a probability of 0, or eval() of that module), draw "
+            "for each example, or let nobody share: a physical batch size of 1, or, in one process, one that holds every batch "
+            "with room to spare"
+        )
+
+
+def goes_together(size: int, expected: float, most: int) -> bool:
+    """Whether all examples of a sample are in one physical batch of this size, but for a probability of e^-60.
+
+    Args:
+        size: of the physical batch.
+        expected: size of the sample, in which each example is or is not by itself (Chernoff's bound holds for any rates).
+        most: N, or the size itself where that is fixed.
+    """
+    return size >= most or (size > expected and size * math.log(size / expected) - size + expected >= 60)
 
 
 def refuse_processes() -> None:

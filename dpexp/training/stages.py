@@ -30,7 +30,7 @@ from dpexp.training import state
 from dpexp.training.clippers import choice_of, groups_of
 from dpexp.training.loop import Trainer
 from dpexp.training.progress import Progress
-from dpexp.training.refusals import refuse_counted
+from dpexp.training.refusals import refuse_counted, refuse_shared
 from dpexp.training.release import Release
 from dpexp.training.steps import Steps
 
@@ -74,8 +74,10 @@ class StageSteps(Steps):
     mine: Tensor | None = None
     found: list[Report] | None = None
     counts_losses = False
-    # what of this stage goes by how often it was called, in words
-    counted = ""
+    # what of this stage goes by how often it was called, and what its examples share of chance, in words
+    counted = shared = ""
+    # examples that go through the stages together
+    microbatch = 0
 
     def add(self, losses: Tensor) -> bool:
         """Add what the schedule has found for a piece, or an empty one, and with the last one take the step."""
@@ -84,6 +86,7 @@ class StageSteps(Steps):
             return super().add(losses)
         if self.clipper is not None:
             self.counted = self.counted or self.clipper.counted
+            self.shared = self.shared or self.clipper.shared
         part = self._no_sums()
         seen = losses if self.counts_losses else losses[:0]
         part.add(seen, self._whole(reports), self.policy)
@@ -98,10 +101,16 @@ class StageSteps(Steps):
         return not self._left and self._take()
 
     def _take(self) -> bool:
-        counted, self.counted = self.counted, ""
+        told = self.counted, "" if self.settled else self.shared
+        self.counted = self.shared = ""
         # a stage that ended alone would leave the others waiting
-        refuse_counted(next(filter(None, self.ranks.gather_for(f"step {self.taken}", counted)), ""))
+        counted, shared = zip(*self.ranks.gather_for(f"step {self.taken}", told), strict=True)
+        refuse_counted(next(filter(None, counted), ""))
+        refuse_shared(next(filter(None, shared), ""))
         return super()._take()
+
+    def _settled(self, size: int) -> bool:
+        return self.microbatch == 1
 
     def _whole(self, reports: list[Report]) -> Report | None:
         clipper: Any = self.clipper
@@ -146,6 +155,7 @@ class StageTrainer(Trainer):
         steps = self.stepper
         assert isinstance(steps, StageSteps)
         steps.together.replicas, steps.together.lockstep = self.twins, True
+        steps.microbatch = run.runtime.microbatch
         steps.counts_losses = self.stage == self.stages - 1
         clipper: Any = self.clipper
         if clipper is not None:

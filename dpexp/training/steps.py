@@ -35,7 +35,7 @@ from dpexp.privacy.sampling import stream
 from dpexp.privacy.sensitivity import noisy_fractions, noisy_means
 from dpexp.training.batching import Sampler, microbatches, physical_batches
 from dpexp.training.decisions import Decisions
-from dpexp.training.refusals import refuse_counted, refuse_narrow
+from dpexp.training.refusals import goes_together, refuse_counted, refuse_narrow, refuse_shared
 from dpexp.training.release import Release
 from dpexp.training.searches.base import StepSearch
 from dpexp.training.seeding import Seeds
@@ -130,6 +130,8 @@ class Steps:
         # pieces that are still to be added; and how many there were when the step last had to begin again
         self._left, self._stuck = 0, math.inf
         self._drawn: list[np.ndarray] = []
+        # whether who goes with whom does not follow from who was drawn
+        self.settled = True
         # keyed, of all examples of the present step
         self._sample = ""
         self.seeds = Seeds(self.device, key, model, data)
@@ -228,6 +230,7 @@ class Steps:
         if self.clipper is not None:
             self.clipper.prepare(stream(self.key, "projections", step, attempt), self._public)
         self._drawn = pieces
+        self.settled = self._settled(size)
         count = max(len(pieces), int(self.shown))
         if self.together.sharded and len(drawn):
             # of rank 0, whose share is the largest
@@ -238,6 +241,14 @@ class Steps:
         pieces += [drawn[:1] if len(drawn) else np.zeros(1, np.int64)] * self.borrowed
         self._left = max(1, len(pieces))
         return pieces
+
+    def _settled(self, size: int) -> bool:
+        """Whether one example more moves none of the others into another physical batch."""
+        if size == 1 or self.release is None or isinstance(self.clipper, MicrobatchClipper):
+            return True
+        plan = self.release.plan
+        most = round(self.expected_batch) if plan.sampling == "fixed" else plan.num_examples
+        return not self.ranks.several and goes_together(size, self.expected_batch, most)
 
     def check_seeds(self) -> None:
         """Raise `UserError` where the present piece has drawn from another seed than the engine's."""
@@ -286,6 +297,8 @@ class Steps:
                 )
             report = self.clipper.backward(losses, clip_scales, loss_scale=self.loss_scale)
             refuse_counted(self.clipper.counted)
+            if not self.settled:
+                refuse_shared(self.clipper.shared)
             return report
         if len(losses):
             weight = 0.0 if self._lent else self.loss_scale

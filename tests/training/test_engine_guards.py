@@ -15,6 +15,7 @@ from torch.utils.data import default_collate
 
 from dpexp.errors import UserError
 from dpexp.training import generators
+from dpexp.training.refusals import goes_together
 from dpexp.training.sums import Sums
 from tests.training.own_loop import (
     TASK,
@@ -834,3 +835,34 @@ def test_generators_of_any_source_are_found_on_the_shortest_way_and_seeded():
         return [source.standard_normal() for source in sources]
 
     assert drawn(1) == drawn(1) != drawn(2)
+
+
+class SkipsALayer(nn.Module):
+    """LayerDrop: one coin for all that go through it together."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.skipped, self.last = nn.Linear(10, 16), nn.Linear(16, 16), nn.Linear(16, 3)
+
+    def forward(self, x):
+        h = torch.tanh(self.first(x))
+        return self.last(h if self.training and torch.rand([]) < 0.5 else h + self.skipped(h))
+
+
+def test_chance_that_a_physical_batch_shares_moves_a_sum_by_more_than_one_example_may(tmp_path):
+    # with one example more, others go into the next physical batch, and the sum moves by up to 2C for each of them
+    with pytest.raises(UserError, match=r"share what rand draws, 1 number .* physical batch size of 1"):
+        train(engine := make(tmp_path / "pieces", SkipsALayer()), 8)
+    assert engine.ledger.steps_charged == 0
+    for size in (1, NUM_EXAMPLES):
+        train(make(tmp_path / f"{size}", SkipsALayer()), size, steps=2)
+    model = SkipsALayer()
+    model.training = False
+    train(make(tmp_path / "off", model), 8, steps=2)
+
+
+def test_a_physical_batch_that_holds_nearly_every_sample_is_no_piece_of_one():
+    assert goes_together(60, 20, 60)
+    assert goes_together(90, 20, 10**6)
+    assert not goes_together(60, 20, 61)
+    assert not goes_together(19, 20, 10**6)

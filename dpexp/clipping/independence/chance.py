@@ -28,16 +28,27 @@ class Chance:
     level: the quantile that draws of several numbers give.
     seed: of Python's and numpy's generators, and of draws of one number, the first of which is at ``level``: a model that tosses
         a coin on whether to mix examples is seen on both sides of it. None: these are at ``level`` too.
+    moved: draws, by their order, that are at the quantile ``other``.
     """
 
     level: float = 0.5
     seed: int | None = None
+    moved: frozenset[int] = frozenset()
+    other: float = 0.5
 
 
 # Python's and numpy's generators give numbers near 0 or 1 first with these seeds: both low, both high, one of each
 OTHERS = (Chance(0.01, 1751), Chance(0.99, 527), Chance(0.25, 849), Chance(0.75, 475))
 # with those above, a draw from at most eight whole numbers gives each of them, by Python's and numpy's generators too
 BETWEEN = (Chance(0.375, 27178), Chance(0.625, 15526), Chance(0.125, 3507), Chance(0.875, 14102))
+
+
+class Draw(NamedTuple):
+    """One random operation of a run: what it is called, how many numbers it gives, and whether they are a mask of dropout."""
+
+    name: str
+    size: int
+    mask: bool
 
 
 class WithoutChance(TorchDispatchMode):
@@ -47,6 +58,7 @@ class WithoutChance(TorchDispatchMode):
 
     Attributes:
         met: whether anything was drawn.
+        draws: all of them, in their order; but for those of a generator of their own, which may give the same ones each time.
         settled: whether what was done goes by shapes alone: no draw, and no number that Python, or a shape, goes by.
         drew: whether a draw gave something else than a mask of dropout, and may have decided which way the model goes.
         asked: whether Python read a real number, or compared one, and may have decided by it: a solver's error, a residual.
@@ -64,11 +76,19 @@ class WithoutChance(TorchDispatchMode):
         super().__init__()
         self.chance, self.met, self.drew, self.asked = chance, False, False, False
         self.settled = True
+        self.draws: list[Draw] = []
         self._coins = None if chance.seed is None else random.Random(chance.seed)
         self._first = True
 
+    @property
+    def _is_moved(self) -> bool:
+        """Whether the present draw is one of those that are moved."""
+        return len(self.draws) in self.chance.moved
+
     def _level(self, x: Any) -> float:
         """The quantile that a draw gives, of so many numbers as ``x`` has."""
+        if self._is_moved:
+            return self.chance.other
         alone = isinstance(x, Tensor) and x.numel() == 1
         if not alone or self._coins is None or self._first:
             self._first = self._first and not alone
@@ -93,7 +113,11 @@ class WithoutChance(TorchDispatchMode):
             # what equals its default is left out of args
             given = {a.name: a.default_value for a in known if a.has_default_value()}
             given |= dict(zip([a.name for a in known], args, strict=False)) | kwargs
-            return self._constant(func, name, given)
+            result = self._constant(func, name, given)
+            if given.get("generator") is None:
+                drawn = next((x for x in (result, *given.values()) if isinstance(x, Tensor)), None)
+                self.draws.append(Draw(name, 0 if drawn is None else drawn.numel(), _is_mask(name, given)))
+            return result
         if name == READING:
             self.asked |= _of_reals(args[0])
         if name in INDEXING and args and isinstance(args[0], Tensor) and args[0].is_cuda:
@@ -114,7 +138,7 @@ class WithoutChance(TorchDispatchMode):
         if name.startswith("rrelu"):
             return func(**(given | {"training": False}))
         if name == "multinomial":
-            return x.topk(given["num_samples"], dim=-1).indices
+            return x.topk(given["num_samples"], dim=-1, largest=not self._is_moved).indices
         result = func(**given)
         # without p: the probabilities are in x
         p = given.get("p", x)
@@ -126,7 +150,8 @@ class WithoutChance(TorchDispatchMode):
                 return result.fill_(float(p > 0))
         self.drew = True
         if name == "randperm":
-            return result.copy_(torch.arange(len(result) - 1, -1, -1, device=result.device))
+            order = torch.arange(len(result), device=result.device)
+            return result.copy_(order if self._is_moved else order.flip(0))
         value = _quantile(name, given, x, p, self._level(result))
         if isinstance(value, Tensor):
             return result.copy_(value)
@@ -156,6 +181,12 @@ def _about(func: Any) -> About:
     draws = torch.Tag.nondeterministic_seeded in func.tags or name in UNTAGGED
     decides = draws or name == READING or not DECIDING.isdisjoint(func.tags)
     return About(name, draws, decides, decides or name in INDEXING | ORDERING)
+
+
+def _is_mask(name: str, given: dict[str, Any]) -> bool:
+    """Whether what is drawn is a mask of dropout that leaves something out."""
+    shares = [given.get(key) for key in ("p", "dropout_p", "dropout")]
+    return name.startswith("rrelu") or any(isinstance(p, float) and 0 < p < 1 for p in shares)
 
 
 def _of_reals(x: Any) -> bool:

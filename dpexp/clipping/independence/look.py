@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +19,7 @@ from dpexp.clipping.independence.end_to_end import Ends
 from dpexp.clipping.independence.padding import BROKEN, FIXED, Padding
 from dpexp.clipping.independence.replay import Replay, fingerprints, unlike
 from dpexp.clipping.independence.runs import LIST, Buffers, Run, Runs
+from dpexp.clipping.independence.shared import shared_draws
 from dpexp.clipping.refusals import refusal
 from dpexp.errors import UntoldError, UserError, without_data
 
@@ -75,6 +77,7 @@ class Look:
         compared: whether anything could be compared, and `failure` why not, in words.
         seen: the outputs of which nothing is left to compare, by number.
         counted: what goes by how often the model was called, in words; "" if nothing does.
+        shared: what the examples share of chance, in words; "" if nothing.
         one_way: why gradients could not be compared although outputs were, in words; "" if they were.
     """
 
@@ -90,7 +93,8 @@ class Look:
         self.examples, self.rows = arrangement.examples, arrangement.examples * arrangement.times
         self.told = self.compared = False
         self.seen: set[int] = set()
-        self.failure, self.one_way, self.counted = "no input has the size of the batch", "", ""
+        self.failure = "no input has the size of the batch"
+        self.one_way = self.counted = self.shared = ""
         bags = any(isinstance(module, torch.nn.EmbeddingBag) for module in replay.model.modules())
         self.batches = Batches(replay.inputs, arrangement, positional_names(replay.model), bags)
         bits = 16 if replay.narrow else bits_of(replay.model.parameters())
@@ -133,6 +137,7 @@ class Look:
                 self.failure = without_data(error)
         else:
             return
+        drawn = bool(self.replay.draws) or self.replay.drawn_by_others
         self.counted = self._counted(later)
         self._compare_parameters()
         found: list[Difference] | None = None
@@ -143,6 +148,8 @@ class Look:
             found = found if tried is None else tried[:1]
             if tried == []:
                 self._compare_gradients(reading)
+                if drawn and self.replay.chance.seed is None:
+                    self._find_shared(reading)
                 break
         if found is None and (plain := self.batches.plain_reading()) is not None:
             # a model that runs with one size of the batch only
@@ -315,6 +322,15 @@ class Look:
                 self.replay.keeps = kept
             if name:
                 raise UserError(BACKWARDS.format(name=name))
+
+    def _find_shared(self, reading: Reading) -> None:
+        other = next(v for v in self.batches.variants() if len(v.rows) != self.examples)
+        # a model that runs with one size of the batch only
+        with contextlib.suppress(Exception):
+            resized = self.batches.made(reading, other.rows, 1.0)
+            self.shared = shared_draws(
+                self.replay, self.runs, self.replay.inputs, resized, self.comparison.unequal
+            )
 
     def _compare_buffers(self, here: Buffers, resized: bool) -> None:
         for place, (before, persistent) in self.buffers.items():

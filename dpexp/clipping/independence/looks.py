@@ -87,6 +87,9 @@ class Independence:
     token: int | float | None = None
     # what goes by how often the model was called, in words
     counted: str = ""
+    # by mode, what the examples of a batch share of chance, in words; and the modes of the present batch
+    shares: dict[int, str] = field(default_factory=dict)
+    modes: set[int] = field(default_factory=set)
     losses_seen: bool = False
     backwards: int = 0
     looks: dict[tuple[int, bool], int] = field(default_factory=dict)
@@ -138,6 +141,16 @@ class Independence:
         return not self._known or self.owed or layouts.due(self.backwards + 1)
 
     @property
+    def shared(self) -> str:
+        """What the examples of the present batch share of chance, in words, as far as looks have shown; "" if nothing."""
+        return next(filter(None, (self.shares.get(mode) for mode in self.modes)), "")
+
+    def new_batch(self) -> None:
+        """Forget what was said of the last batch."""
+        self.counted = ""
+        self.modes.clear()
+
+    @property
     def _known(self) -> bool:
         return self.looks.get((self.mode, self.alone), 0) >= PATIENCE
 
@@ -155,6 +168,7 @@ class Independence:
         if len(known := {mode for mode, _ in self.looks}) >= MODES and self.mode not in known:
             # a word that is another one in every step is no switch
             self.mode = 0
+        self.modes.add(self.mode)
         self.running = Replay(self.model, args, kwargs, self.mode) if self.due else None
         if self.running is not None:
             if self.passed is not None and self.passed.rows == rows:
@@ -276,6 +290,8 @@ class Independence:
             # who goes on is looked at again
             self.counted = counted
             self.looks.pop(mode, None)
+        if any(look.compared for look in looks):
+            self.shares[self.mode] = next((look.shared for look in looks if look.shared), "")
         for why in [look.one_way for look in looks if look.one_way]:
             self._note(ONE_WAY, why)
 

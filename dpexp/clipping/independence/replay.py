@@ -25,7 +25,7 @@ from dpexp.clipping.distributed import reducers_in, silent
 from dpexp.clipping.given import modules_of
 from dpexp.clipping.gradients.numerics import all_full_precision, has_generator
 from dpexp.clipping.independence.arguments import Inputs, changed, copied, leaves
-from dpexp.clipping.independence.chance import Chance, WithoutChance
+from dpexp.clipping.independence.chance import Chance, Draw, WithoutChance
 from dpexp.clipping.independence.comparison import Places
 from dpexp.clipping.independence.state import State
 from dpexp.clipping.sharding import held_as_it_is, is_shard
@@ -93,6 +93,10 @@ class Replay:
         self.earlier: Earlier | None = None
         # whether it drew what may decide its way; and whether by place in the batch, as from generators of Python or numpy
         self.drew = self.by_chance = False
+        # of the last run: its draws, and where the generators of Python and numpy stood behind it, and whether they had moved
+        self.draws: list[Draw] = []
+        self.stood: Hashable = ()
+        self.drawn_by_others = False
         # shapes of batches of which nothing else decided what the model did, and whether that was wrong
         self._settled: set[Hashable] = set()
         self._shapes: Hashable = ()
@@ -252,7 +256,9 @@ class Replay:
                 self._state.switch()
             result = self.model(*args, **kwargs)
         # where nobody has drawn, the next numbers are the first ones
-        moved = (random.random(), np.random.random_sample()) != _first(seed)
+        self.stood = random.random(), np.random.random_sample()
+        self.drawn_by_others = moved = self.stood != _first(seed)
+        self.draws = [] if chance is None else chance.draws
         self.drew |= moved
         self.by_chance |= moved
         if chance is not None:
