@@ -55,6 +55,12 @@ def router(self: Any, x: Tensor) -> Tensor:
     return self.out(flat * (F.linear(flat, self.weight).softmax(-1) @ self.values)).view(x.shape)
 
 
+def kinds(self: Any, x: Tensor) -> Tensor:
+    """Numbers of the batch take the kind of a weight, and stay numbers of the batch."""
+    h = self.first(x).type_as(self.weight).to(self.scale)
+    return self.out(F.linear(h, self.weight) * self.scale)
+
+
 def class_token(self: Any, x: Tensor) -> Tensor:
     token = (self.token + self.constant0.view(1, 1, -1)).expand(len(x), -1, -1)
     queries = self.queries.repeat(len(x), 1, 1)
@@ -159,6 +165,7 @@ USES: dict[str, nn.Module] = {
     "windows": own(windows, bias=(1, 2, LENGTH // 2, LENGTH // 2)),
     "flattened": own(router, weight=(3, D), values=(3, D)),
     "class tokens": own(class_token, 1, token=(1, 1, D), queries=(2, D)),
+    "kinds": own(kinds, weight=(D, D), scale=(D,)),
     "constants": own(biases, 1, q=(D,), v=(D,), weight=(3 * D, D)),
     "gates": own(gates, mix=(2,), centres=(3, D), gate=()),
     "products": own(heads, weight=(D, 2, 3), back=(2, 3, D), plain=(D, D)),
@@ -185,6 +192,29 @@ def test_uses(use: str, engine: str) -> None:
     torch.manual_seed(0)
     looped = exact(copy.deepcopy(USES[use]), [rows(n, LENGTH) for n in (3, D, 1, LENGTH, 5)], of_x, engine)
     assert engine == "loop" or looped == []
+
+
+@pytest.mark.parametrize("engine", ["auto", "ghost", "loop"])
+def test_complex_numbers_are_held_as_real_ones(engine: str) -> None:
+    """As who has complex parameters is told: a filter of frequencies. It needs the loop."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        scaled = torch.fft.rfft(self.first(x)) * torch.view_as_complex(self.weight)
+        return self.out(torch.fft.irfft(scaled, n=x.shape[-1]))
+
+    model = own(forward, weight=(WIDTH // 2 + 1, 2))
+    assert "weight" in exact(model, [rows(n, LENGTH) for n in (3, 5, 3)], of_x, engine)
+
+
+@pytest.mark.parametrize("engine", ["auto", "ghost", "mixghost", "fastgrad"])
+def test_nobody_takes_the_output_of_one_of_two_uses(engine: str) -> None:
+    """The other use is summed all the same, also where a second back-propagation does so."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        self.out(x)
+        return self.out(torch.tanh(self.first(x)))
+
+    assert exact(own(forward), [rows(n, LENGTH) for n in (3, 5, 3)], of_x, engine) == []
 
 
 def test_a_gradient_that_vanishes_needs_no_loop() -> None:

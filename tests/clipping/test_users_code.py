@@ -515,6 +515,19 @@ def test_what_a_forward_does_to_the_data_of_a_weight_is_done_to_the_parameter() 
     exact_in_company(model, [rows(5), rows(4)], "auto", positional)
 
 
+class Copies(nn.Linear):
+    """A layer that compares its weight with a copy, as a proximal term does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        before = copy.deepcopy(self.weight)
+        return super().forward(x) + (self.weight - before).square().sum()
+
+
+def test_a_forward_may_copy_a_weight() -> None:
+    model = nn.Sequential(Copies(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 3))
+    exact_in_company(model, [rows(5), rows(4)], "auto", positional)
+
+
 class Follows(nn.Module):
     """A frozen teacher, which follows the student a little in every forward."""
 

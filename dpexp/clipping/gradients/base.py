@@ -77,7 +77,7 @@ class PerExampleGradient(ABC):
 
     @abstractmethod
     def _weighted_sum(self, factors: Tensor, out: Tensor | None) -> Tensor:
-        """As `weighted_sum`, of at least one example, with nobody set apart."""
+        """As `weighted_sum`, with nobody set apart."""
 
     def _norms(self, method: str) -> tuple[Tensor, Tensor | None]:
         """Squared norms and squared magnitudes (see `rounding`), ``[B]`` each, by a method that does not instantiate.
@@ -255,8 +255,6 @@ class PerExampleGradient(ABC):
             A tensor of the parameter's shape (``out`` where given). Its dtype is float32 or float64, except
             for 16-bit convolutions, whose libraries return 16 bits; the caller casts.
         """
-        if self.num_examples == 0:
-            return self._zeros(*self.shape) if out is None else out
         if self.apart is None:
             return self._weighted_sum(factors, out)
         total = self._weighted_sum(factors.index_fill(0, self.apart, 0.0), out)

@@ -17,7 +17,7 @@ from dpexp.clipping.independence.blame import first_module
 from dpexp.clipping.independence.comparison import Comparison, Places, bits_of, same_buffer
 from dpexp.clipping.independence.end_to_end import Ends
 from dpexp.clipping.independence.padding import BROKEN, FIXED, Padding
-from dpexp.clipping.independence.replay import Replay, fingerprints, unlike
+from dpexp.clipping.independence.replay import Replay, fingerprints
 from dpexp.clipping.independence.runs import LIST, Buffers, Run, Runs
 from dpexp.clipping.independence.shared import shared_draws
 from dpexp.clipping.refusals import refusal
@@ -294,7 +294,7 @@ class Look:
 
     def _compare_parameters(self) -> None:
         for name, value in fingerprints(self.replay.model).items():
-            if unlike(value, self.parameters.get(name, value)):
+            if not same_buffer(self.parameters.get(name, value), value, 0, 0):
                 owner, _, local = name.rpartition(".")
                 raise UserError(f"{self._name(owner)}: {WRITTEN.format(kind='parameter', what=local)}")
 

@@ -26,7 +26,7 @@ from dpexp.clipping.given import modules_of
 from dpexp.clipping.gradients.numerics import all_full_precision, has_generator
 from dpexp.clipping.independence.arguments import Inputs, changed, copied, leaves
 from dpexp.clipping.independence.chance import Chance, Draw, WithoutChance
-from dpexp.clipping.independence.comparison import Places
+from dpexp.clipping.independence.comparison import Places, same_buffer
 from dpexp.clipping.independence.state import State
 from dpexp.clipping.sharding import held_as_it_is, is_shard
 from dpexp.clipping.tapping.forwards import tensors_in
@@ -170,7 +170,7 @@ class Replay:
             found = {
                 n: p
                 for n, p in self.model.named_parameters()
-                if n in now and unlike(now[n], self._entered.get(n, now[n]))
+                if n in now and not same_buffer(self._entered.get(n, now[n]), now[n], 0, 0)
             }
             self._written = {name: (p.data, p.data.clone()) for name, p in found.items()}
         params = dict(self.model.named_parameters()) if self._written else {}
@@ -383,10 +383,6 @@ def _doubled(name: str, value: Any) -> Any:
 
 def _nothing(value: Any) -> Any:
     """Of a replay nothing is kept for a backward pass."""
-
-
-def unlike(now: Tensor, before: Tensor) -> bool:
-    return not (torch.equal(now, before) or torch.allclose(now, before, rtol=0, atol=0, equal_nan=True))
 
 
 @functools.cache

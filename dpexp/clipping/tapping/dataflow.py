@@ -268,8 +268,6 @@ class DataFlow(TorchFunctionMetadataMode):
             parts = _parts(args[0], args[1])
             told = (dim for dim, part in parts if type(part) is int or _is_list_of_rows(part))
             return NONE.union(*(_size(args[0], dim) for dim in told))
-        if name in ("masked_scatter", "index_put"):
-            return FIRST
         return _size(args[0], _dims(args, kwargs, 1, 0)[0])
 
 

@@ -32,7 +32,8 @@ from dpexp.clipping.tapping.values import Call, operation_key
 from dpexp.errors import UserError
 
 TRANSPOSES = (torch.Tensor.T.__get__, torch.Tensor.mT.__get__)  # type: ignore[attr-defined]
-HOOKS = (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook)
+# what is done to the parameter itself: a hook is put where the clipper looks for it, and refuses it; a copy is a leaf
+TO_THE_PARAMETER = (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, Tensor.__deepcopy__)
 SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 # attributes that the followed value, which autograd knows as a view of the parameter, does not have itself
 OF_THE_PARAMETER = frozenset({"is_leaf", "grad", "grad_fn"})
@@ -84,9 +85,6 @@ class Followed(torch.Tensor):
         result = _written_out(func, args, kwargs) if func in REWRITTEN_FUNCTIONS else NotImplemented
         return _dispatch(func, args, kwargs) if result is NotImplemented else result
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        return self.as_subclass(torch.Tensor).__deepcopy__(memo)
-
 
 # a compiler must not look inside, as below
 @uncompiled
@@ -107,9 +105,8 @@ def _dispatch(func: Any, args: tuple, kwargs: dict) -> Any:
             return _set(func, *args)
         if func.__name__ == "__get__" and func.__self__.__name__ in OF_THE_PARAMETER:
             return func(args[0] if args[0].param is None else args[0].param)
-        if func in HOOKS and args[0].param is not None:
-            # where the clipper looks for it, and refuses it
-            return func(args[0].param, *args[1:], **kwargs)
+        if func in TO_THE_PARAMETER and args[0].param is not None:
+            return getattr(args[0].param, func.__name__)(*args[1:], **kwargs)
         # no tap goes into torch.func's transforms, nor where tangents are computed beside the values
         transformed = peek_interpreter_stack() is not None or forward_ad._current_level >= 0
         plainly = torch.is_grad_enabled() and not transformed

@@ -91,8 +91,6 @@ class PullBack:
     param: nn.Parameter
 
     def __call__(self, grads: Tensor) -> Tensor:
-        if grads.shape[0] == 0:
-            return grads.new_zeros(0, *self.param.shape)
         asked: dict[str, Any] = {"retain_graph": True, "allow_unused": True, "materialize_grads": True}
         given = grads.to(self.graph.dtype)
         # of a sum, the rounding of TF32 would be an error of all examples
