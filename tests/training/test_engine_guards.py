@@ -830,3 +830,19 @@ def test_generators_of_any_source_are_found_on_the_shortest_way_and_seeded():
         return [source.standard_normal() for source in sources]
 
     assert drawn(1) == drawn(1) != drawn(2)
+
+
+def test_the_usual_attributes_of_modules_are_not_asked_whether_they_are_generators(monkeypatch):
+    """For `torch.Generator` each answer runs Python; there are some 25 of them for each module, in every step."""
+    asked = []
+
+    class Asking(type):
+        def __instancecheck__(cls, value):
+            asked.append(value)
+            return False
+
+    monkeypatch.setattr(generators, "Generator", Asking("Generator", (), {}))
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Dropout())
+    model.drawn = random.Random(0)
+    generators.of_modules(model)
+    assert asked == [model.drawn]
