@@ -8,6 +8,7 @@ no noise is for that. In secret all places are alike, and what is drawn for a ba
 from __future__ import annotations
 
 import random
+from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import CellType, FunctionType, MethodType, ModuleType
@@ -17,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from dpexp.clipping.given import modules_of
 from dpexp.clipping.gradients.numerics import has_generator, states_of_chance
 
 Generator = random.Random | np.random.Generator | np.random.RandomState | torch.Generator
@@ -27,6 +29,8 @@ DEPTH = 6
 FEW = 64
 # most of what a data set holds, and nothing in it
 PLAIN = {int, float, str, bytes, bool, type(None)}
+# most of what a module holds; to ask whether a value is a generator of torch runs Python, and each step asks for all of them
+USUAL = PLAIN | {dict, OrderedDict, set, list, tuple}
 # numpy's own sources of bits, which begin with a number whatever a class made of one asks for
 SOURCES = (np.random.MT19937, np.random.PCG64, np.random.PCG64DXSM, np.random.Philox, np.random.SFC64)
 
@@ -90,7 +94,9 @@ def of(dataset: Any) -> list[Generator]:
 
 def of_modules(model: nn.Module) -> list[Generator]:
     """Find those that modules have as attributes."""
-    held = (value for module in model.modules() for value in vars(module).values())
+    held = (
+        value for module in modules_of(model) for value in vars(module).values() if type(value) not in USUAL
+    )
     return [value for value in held if isinstance(value, Generator)]
 
 

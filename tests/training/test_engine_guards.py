@@ -866,3 +866,19 @@ def test_a_physical_batch_that_holds_nearly_every_sample_is_no_piece_of_one():
     assert goes_together(90, 20, 10**6)
     assert not goes_together(60, 20, 61)
     assert not goes_together(19, 20, 10**6)
+
+
+def test_the_usual_attributes_of_modules_are_not_asked_whether_they_are_generators(monkeypatch):
+    """For `torch.Generator` each answer runs Python; there are some 25 of them for each module, in every step."""
+    asked = []
+
+    class Asking(type):
+        def __instancecheck__(cls, value):
+            asked.append(value)
+            return False
+
+    monkeypatch.setattr(generators, "Generator", Asking("Generator", (), {}))
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Dropout())
+    model.drawn = random.Random(0)
+    generators.of_modules(model)
+    assert asked == [model.drawn]

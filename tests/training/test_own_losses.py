@@ -398,6 +398,17 @@ def test_a_model_that_is_called_by_its_parts_is_refused_where_they_mix(tmp_path)
         own_loop(tmp_path, InParts(), PerHead())
 
 
+def test_watching_a_loop_puts_no_hooks_on_all_modules(tmp_path) -> None:
+    """`torch.compile` warns of them, and every module of the program would call them."""
+
+    class Looking(TinyTask):
+        def losses(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+            assert not torch.nn.modules.module._has_any_global_hook()
+            return super().losses(model, batch)
+
+    own_loop(tmp_path, Looking(), tiny_model())
+
+
 def test_losses_are_not_divided_by_how_many_were_drawn(tmp_path) -> None:
     with pytest.raises(UserError, match="scales losses by a number that goes by their batch"):
         own_loop(tmp_path, Counted(), tiny_model())

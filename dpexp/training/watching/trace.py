@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
@@ -157,8 +156,11 @@ class Trace(TorchFunctionMode):
         if "torch._dynamo" in sys.modules:
             # no compiled code of the loop is to carry what watches it
             self._open.enter_context(torch.compiler.set_stance("force_eager"))
-        self._open.callback(register_module_forward_pre_hook(self._enter).remove)
-        self._open.callback(register_module_forward_hook(self._leave, always_call=True).remove)
+        # in front of its other hooks, as hooks of all modules are, of which torch.compile warns
+        self._open.callback(self.model.register_forward_pre_hook(self._enter, prepend=True).remove)
+        self._open.callback(
+            self.model.register_forward_hook(self._leave, prepend=True, always_call=True).remove
+        )
         self._open.callback(self.model.register_forward_pre_hook(self._entered, with_kwargs=True).remove)
         self._own.look_for_sums()
         if dist.is_available() and dist.is_initialized():
