@@ -39,13 +39,11 @@ class AnyClipper(ABC):
         params: what is clipped, by first name.
         reach: by how many thresholds one example can move the sum.
         max_clip_scale: the largest factor of an example's thresholds.
-        on_left: called where a forward of training has ended.
         notes: what could not be looked at, in words.
     """
 
     reach = 1.0
     max_clip_scale = 1.0
-    on_left: Callable[[], None] | None = None
     _shards: Shards | None = None
     _attached = True
 
@@ -119,6 +117,10 @@ class AnyClipper(ABC):
     def losses_are_seen(self) -> None:
         """Take it from the caller that what stands behind the model's outputs keeps examples apart: it looked at whole losses."""
         self._independence.losses_seen = True
+
+    def behind_forwards(self, call: Callable[[], None]) -> None:
+        """Have something called where a forward of training has ended; a copy of the model does not call it."""
+        self._independence.on_left = call
 
     @property
     def counted(self) -> str:
@@ -196,5 +198,3 @@ class AnyClipper(ABC):
         # one without gradients was not begun, and may run within one that was, or beside it in another thread
         if torch.is_grad_enabled():
             self._independence.leave(output)
-            if self.on_left is not None and not self._independence.looking:
-                self.on_left()

@@ -137,7 +137,7 @@ class Steps:
         self.seeds = Seeds(self.device, key, model, data)
         if clipper is not None:
             # behind fork_rng() it is no longer seen
-            clipper.on_left = self.check_seeds
+            clipper.behind_forwards(self.check_seeds)
 
     @property
     def clipper(self) -> AnyClipper | None:

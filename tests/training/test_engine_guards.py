@@ -89,7 +89,13 @@ def test_a_copy_of_the_model_may_be_made_at_any_place_of_the_loop(tmp_path):
     for batch in engine.batches(physical_batch_size=8):
         copies = [copy.deepcopy(engine.model)]
         losses = losses_of(engine, batch)
-        copies += [copy.deepcopy(engine.model)]
+        copies += [copy.deepcopy(engine.model, made := {})]
+        # neither the run's key nor its data go with it
+        assert not [
+            one
+            for one in made.values()
+            if type(one).__module__.startswith(("dpexp.training", "dpexp.privacy"))
+        ]
         engine.step(losses)
         assert torch.equal(*(twin(batch[0]) for twin in copies))
     assert np.array_equal(flat(engine), flat(train(make(tmp_path / "whole"))))

@@ -109,6 +109,7 @@ class Independence:
     lengths: dict[str, int] = field(default_factory=dict)
     # what is around a way back of a look
     silence: Callable[[], AbstractContextManager[None]] = nullcontext
+    on_left: Callable[[], None] | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.model, DistributedDataParallel):
@@ -119,7 +120,15 @@ class Independence:
         memo[id(self)] = twin = object.__new__(type(self))
         vars(twin).update(
             copy.deepcopy(
-                {**vars(self), "waiting": deque(), "begun": 0, "running": None, "passed": None}, memo
+                {
+                    **vars(self),
+                    "waiting": deque(),
+                    "begun": 0,
+                    "running": None,
+                    "passed": None,
+                    "on_left": None,
+                },
+                memo,
             )
         )
         return twin
@@ -195,9 +204,13 @@ class Independence:
 
     def leave(self, output: object) -> None:
         """The model's forward has ended."""
-        if not self.looking and self.running is not None:
+        if self.looking:
+            return
+        if self.running is not None:
             self.running.left(output)
             self.running = None
+        if self.on_left is not None:
+            self.on_left()
 
     def begin(self, roots: Roots, attached: Iterable[Tensor]) -> None:
         """A backward pass begins, and the graph behind ``roots`` is still there.
