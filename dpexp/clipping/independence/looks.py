@@ -109,6 +109,7 @@ class Independence:
     lengths: dict[str, int] = field(default_factory=dict)
     # what is around a way back of a look
     silence: Callable[[], AbstractContextManager[None]] = nullcontext
+    # called where a forward of training has ended
     on_left: Callable[[], None] | None = None
 
     def __post_init__(self) -> None:
@@ -118,19 +119,8 @@ class Independence:
     def __deepcopy__(self, memo: dict[int, Any]) -> Independence:
         """Look at a copied model alone; forwards that wait for their backward stay with the original."""
         memo[id(self)] = twin = object.__new__(type(self))
-        vars(twin).update(
-            copy.deepcopy(
-                {
-                    **vars(self),
-                    "waiting": deque(),
-                    "begun": 0,
-                    "running": None,
-                    "passed": None,
-                    "on_left": None,
-                },
-                memo,
-            )
-        )
+        left = {"waiting": deque(), "begun": 0, "running": None, "passed": None, "on_left": None}
+        vars(twin).update(copy.deepcopy(vars(self) | left, memo))
         return twin
 
     @contextmanager
