@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from fractions import Fraction
 from typing import Any, cast
 
+import numpy as np
 from dp_accounting import DpEvent
 
 from dpexp.config import hydra_entry
@@ -17,9 +18,10 @@ from dpexp.config.usage import print_out
 from dpexp.errors import UserError
 from dpexp.privacy.accountants import epsilon, epsilons
 from dpexp.privacy.calibration import calibrate, longest
+from dpexp.privacy.correlated import noise_added_up
 from dpexp.privacy.events import composed, fixed_size_event, neighbouring, step_event
 from dpexp.privacy.individual import draw_groups, solve
-from dpexp.privacy.plan_checks import check_accountant, resolve_delta, steps_of
+from dpexp.privacy.plan_checks import check_accountant, check_bands, resolve_delta, steps_of
 from dpexp.privacy.schedules import CONSTANT, Schedule, factor_counts
 from dpexp.privacy.shown import upwards
 from dpexp.privacy.tradeoff import FPR, NO_BOUND, TPR, attack
@@ -45,6 +47,7 @@ class AccountArguments:
     accountant: AccountantConfig = field(default_factory=AccountantConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     sampling: str = "poisson"
+    bands: int = 1
     trials: float = 1
     trials_law: str | None = None
     individual: IndividualConfig = field(default_factory=IndividualConfig)
@@ -65,7 +68,7 @@ def account(arguments: AccountArguments) -> dict[str, Any]:
     rate = _sample_rate(arguments)
     steps = _steps(arguments, rate)
     delta = resolve_delta(cast("str", arguments.delta), arguments.num_examples)
-    target, accountant = arguments.target_epsilon, arguments.accountant.name
+    target, accountant, bands = arguments.target_epsilon, arguments.accountant.name, arguments.bands
     schedule = Schedule.of(asdict(arguments.schedule))
     if schedule.adaptive:
         raise UserError(
@@ -77,7 +80,7 @@ def account(arguments: AccountArguments) -> dict[str, Any]:
     def step(noise_multiplier: float) -> DpEvent:
         if arguments.sampling == "fixed":
             return fixed_size_event(size.denominator, size.numerator, [noise_multiplier])
-        return step_event(rate, [noise_multiplier])
+        return step_event(min(1.0, rate * arguments.bands), [noise_multiplier])
 
     sigma = arguments.noise_multiplier
     if steps is None:
@@ -88,11 +91,13 @@ def account(arguments: AccountArguments) -> dict[str, Any]:
             raise UserError(
                 f"the number of steps is found for constant noise: give it, or drop schedule={schedule.name}"
             )
-        steps = longest(lambda steps: composed([(one, steps)]), target, delta, accountant)
+        steps = longest(lambda steps: composed([(one, -(-steps // bands))]), target, delta, accountant)
+    others = schedule != CONSTANT or arguments.individual.name != "none"
+    check_bands(bands, steps, rate, arguments.sampling, others)
     counts = factor_counts(schedule, steps, steps, rate)
 
     def event(noise_multiplier: float) -> DpEvent:
-        return composed((step(noise_multiplier * scale), count) for scale, count in counts)
+        return composed((step(noise_multiplier * scale), -(-count // bands)) for scale, count in counts)
 
     groups: dict[str, Any] = {}
     if arguments.individual.name != "none":
@@ -122,6 +127,11 @@ def account(arguments: AccountArguments) -> dict[str, Any]:
         "schedule": schedule.plain(),
         "last_noise_multiplier": sigma * (schedule.factor(steps - 1, steps, rate) if steps else 1.0),
         "sampling": arguments.sampling,
+        **(
+            {"bands": bands, "added_up": _added_up(bands, steps, rate, sigma, whole, delta)}
+            if bands > 1
+            else {}
+        ),
         "neighbouring": neighbouring(step(sigma)),
         "epsilon": _finite(epsilons(whole, delta)),
         **(found.plain() if found is not None else dict.fromkeys(NO_BOUND.plain())),
@@ -156,6 +166,15 @@ def _grouped(
     return sigma, {"method": individual.name, "groups": groups}
 
 
+def _added_up(bands: int, steps: int, rate: float, sigma: float, whole: DpEvent, delta: float) -> float:
+    """Noise in the sums of the first 1, 2, … steps, root mean square, relative to independent noise with the same ε."""
+    alone = calibrate(
+        lambda other: composed([(step_event(rate, [other]), steps)]), epsilon(whole, delta), delta
+    )
+    sums, independent = (noise_added_up(count, steps) for count in (bands, 1))
+    return float(sigma * np.linalg.norm(sums) / (alone * np.linalg.norm(independent)))
+
+
 def _finite(found: dict[str, float | None]) -> dict[str, float | None]:
     return {
         name: value if value is not None and math.isfinite(value) else None for name, value in found.items()
@@ -179,6 +198,11 @@ def as_text(result: dict[str, Any]) -> str:
         "noise multiplier  {noise_multiplier:.6g}"
         + (chosen if result["computed"] == "noise_multiplier" else ""),
         *(["  in the last step  {last_noise_multiplier:.6g}"] if result["schedule"] != "constant" else []),
+        *(
+            ["bands             {bands}: noise adds up to {added_up:.3g} of independent noise"]
+            if "bands" in result
+            else []
+        ),
         "sample rate       {sample_rate:g}" + size,
         "steps             {steps} ({epochs:.4g} epochs)"
         + (longest if result["computed"] == "steps" else ""),

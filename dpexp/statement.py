@@ -97,6 +97,7 @@ def privacy_block(
         "sample_rate": plan.sample_rate,
         "steps": charged,
         "sampling": plan.sampling,
+        **({"bands": plan.bands} if plan.bands > 1 else {}),
         "released": [
             "gradients",
             *(["norms" if run.clip.follows == "norm" else "counts"] if adaptive else []),

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 
 from dpexp.errors import UserError, either
+from dpexp.privacy.plan_checks import MOST_BANDS
 from dpexp.privacy.schedules import ADAPTIVE, SCHEDULES, Schedule
 from dpexp.schemas import CHOICES, RunConfig
 from dpexp.schemas.choices import FILTERS
@@ -19,7 +20,7 @@ GROUPS = {"flat": "flat", "perlayer": "layer", "perblock": "block", "perdevice":
 
 def method_problems(run: RunConfig) -> Iterator[str]:
     """Name every problem of the methods that a run combines, each in one sentence that ends with the way out."""
-    for check in (_schedule, _scores, _individual, _growth, _search, _clipping, _analysis):
+    for check in (_schedule, _scores, _individual, _bands, _growth, _search, _clipping, _analysis):
         yield from check(run)
 
 
@@ -91,6 +92,31 @@ def _individual(run: RunConfig) -> Iterator[str]:
             f"individual.shares={shares} must be {len(budgets)} positive numbers that add up to 1, one for each of "
             "individual.epsilons (or give individual.groups, a file with the group of each example)"
         )
+
+
+def _bands(run: RunConfig) -> Iterator[str]:
+    bands = run.privacy.bands
+    if bands == 1 or not run.clip.private:
+        return
+    if bands > MOST_BANDS:
+        yield f"privacy.bands={bands} must be at most {MOST_BANDS}"
+    others = run.individual.name, run.search.name
+    if (
+        run.privacy.sampling != "poisson"
+        or run.schedule.name != "constant"
+        or run.optim.batch_growth
+        or set(others) != {"none"}
+    ):
+        yield (
+            f"privacy.bands={bands} needs Poisson batches, constant noise and one budget: drop privacy.sampling, schedule=, "
+            "optim.batch_growth, individual= and search="
+        )
+    if run.clip.method not in ("norm", "microbatch", "fedavg"):
+        yield f"privacy.bands={bands} and clip={run.clip.name}, whose coordinates are others in each step: choose clip=flat"
+    if run.peft.name == "rgp":
+        yield f"privacy.bands={bands} and peft=rgp, whose tensors are others in each step: choose another peft"
+    if run.analysis.output_specific_every:
+        yield "analysis.output_specific_every looks at steps one by one, and privacy.bands ties them together: drop one of them"
 
 
 def _growth(run: RunConfig) -> Iterator[str]:

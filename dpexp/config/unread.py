@@ -28,8 +28,8 @@ READ: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     (
         "clip.private",
         (True,),
-        "privacy.secure privacy.delta schedule.name accountant.name accountant.allow_clt trials_law clip.groups clip.rule "
-        "clip.method clip.allocation",
+        "privacy.secure privacy.bands privacy.delta schedule.name accountant.name accountant.allow_clt trials_law clip.groups "
+        "clip.rule clip.method clip.allocation",
     ),
     ("clip.groups", ("device",), "clip.devices"),
     (

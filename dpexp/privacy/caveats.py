@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from dp_accounting import DpEvent
 
+from dpexp.privacy.correlated import column_norm
 from dpexp.privacy.events import composed
 from dpexp.privacy.schedules import CONSTANT
 
@@ -144,6 +145,13 @@ def caveats(plan: Plan) -> list[str]:
         found.append(
             f"The sampling rate is that of the first step; batches grow to a rate of {plan.rate(plan.steps - 1):.4g} in "
             "the last one, and epsilon counts every step with its own."
+        )
+    if plan.bands > 1:
+        found.append(
+            f"Noise is correlated over {plan.bands} steps, and each of them draws from one of {plan.bands} parts of the "
+            f"examples in turn, at {plan.bands} times the sampling rate: an example takes part once in so many steps, which "
+            "are one release with the noise multiplier. In a single step the noise is "
+            f"{column_norm(plan.bands):.3g} times as large or more."
         )
     if plan.projections:
         found.append(

@@ -110,19 +110,79 @@ def add_gaussian_(
     """
     targets = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     stds = _standard_deviations(std, len(targets))
-    locals_ = [_local(tensor, index) for index, tensor in enumerate(targets)]
-    key = generator.next_key() if isinstance(generator, KeyedGenerator) else _draw_key(generator)
-    jobs: list[_Job] = []
-    copies: list[tuple[Tensor, Tensor]] = []
-    secure = isinstance(generator, SecureGenerator)
-    if secure and any(map(is_sharded, targets)):
+    _draw_onto(_locals(targets, generator), map(_grid, stds), generator)
+
+
+def draw_whole(
+    tensors: Sequence[Tensor], generator: torch.Generator | KeyedGenerator | None = None
+) -> list[Tensor]:
+    """Draw the whole numbers that `add_gaussian_` would add to these tensors: they follow the discrete Gaussian of 2^40.
+
+    Returns:
+        float64, one for each tensor, of its shape; of a DTensor for the part that lies here.
+    """
+    parts = _locals(tensors, generator)
+    drawn = [torch.zeros(part.shape, dtype=torch.float64, device=part.device) for part, _ in parts]
+    places = (place for _, place in parts)
+    _draw_onto(list(zip(drawn, places, strict=True)), [1.0] * len(drawn), generator)
+    return drawn
+
+
+@torch.no_grad()
+def put_on_grid_(tensors: Sequence[Tensor], stds: Sequence[float], noise: Sequence[Tensor]) -> None:
+    """Round tensors to the grids of their standard deviations and add whole numbers, as `add_gaussian_` does, in place.
+
+    Args:
+        tensors, stds: see `add_gaussian_`.
+        noise: in units of the grid, as `draw_whole` returns it.
+    """
+    for index, (tensor, sigma, whole) in enumerate(zip(tensors, stds, noise, strict=True)):
+        part, _ = _local(tensor, index)
+        if sigma == 0 or not part.numel():
+            continue
+        flat = [
+            each.view(-1).split(_CAST_BLOCK) if part.is_contiguous() else [each] for each in (part, whole)
+        ]
+        for block, numbers in zip(*flat, strict=True):
+            _put(block, _grid(sigma), numbers)
+
+
+def _grid(std: float) -> float:
+    """The step of the grid on which noise of this standard deviation lies."""
+    return std * (1 + INFLATION) * 2.0**-SCALE_BITS
+
+
+def _put(part: Tensor, grid: float, noise: Tensor) -> None:
+    """Round to the grid, and add whole numbers of its steps."""
+    noisy = part.double().mul_(1 / grid).round_().add_(noise).mul_(grid)
+    part.copy_(noisy if part.dtype == torch.float64 else noisy.float())
+
+
+def _locals(
+    tensors: Sequence[Tensor], generator: torch.Generator | KeyedGenerator | None
+) -> list[tuple[Tensor, int]]:
+    """The parts that lie here, and their places."""
+    if isinstance(generator, SecureGenerator) and any(map(is_sharded, tensors)):
         raise UserError(
             "the exact form of the noise draws for all tensors one after another, and here they lie in shards: leave secure out, "
             "or let every process hold the whole model"
         )
+    return [_local(tensor, index) for index, tensor in enumerate(tensors)]
+
+
+def _draw_onto(
+    parts: Sequence[tuple[Tensor, int]],
+    grids: Iterable[float],
+    generator: torch.Generator | KeyedGenerator | None,
+) -> None:
+    """Round parts of tensors to their grids and add discrete Gaussian noise; where a grid is 0 nothing changes."""
+    key = generator.next_key() if isinstance(generator, KeyedGenerator) else _draw_key(generator)
+    jobs: list[_Job] = []
+    copies: list[tuple[Tensor, Tensor]] = []
+    secure = isinstance(generator, SecureGenerator)
     tensor_key = hashlib.sha256(key).digest()
-    for index, ((tensor, place), sigma) in enumerate(zip(locals_, stds, strict=True)):
-        if sigma == 0 or tensor.numel() == 0:
+    for index, ((tensor, place), grid) in enumerate(zip(parts, grids, strict=True)):
+        if grid == 0 or tensor.numel() == 0:
             continue
         flat = tensor if tensor.device.type in {"cpu", "cuda"} else tensor.cpu()
         # of a part of a tensor: noise is drawn in groups, of which the part may begin in the middle
@@ -130,7 +190,6 @@ def add_gaussian_(
         if lead or not flat.is_contiguous() or flat is not tensor:
             flat = torch.cat([flat.new_zeros(lead), flat.reshape(-1)])
             copies.append((tensor, flat[lead:]))
-        grid = sigma * (1 + INFLATION) * 2.0**-SCALE_BITS
         jobs.append(_Job(flat.view(-1), grid, tensor_key, index, place - lead))
     kernels = _kernels()
     in_batches = []
@@ -188,24 +247,6 @@ def describe(secure: bool) -> str:
     )
 
 
-def seed_torch(seed: int) -> None:
-    """Seed torch's default generators, of every device, for what a forward pass draws (dropout).
-
-    The CPU's gets its whole state from the seed, in [0, 2^63); ``torch.manual_seed`` would keep 32 bits of it."""
-    layout = _state_layout()
-    if layout is None or _accelerated():
-        # each time it writes down who asked, for a device that is there and not in use yet: dear where a step takes milliseconds
-        torch.manual_seed(seed)
-    if layout is not None:
-        torch.default_generator.set_state(_full_state(layout, seed.to_bytes(8, "little")))
-
-
-@cache
-def _accelerated() -> bool:
-    """Whether there are other generators than the CPU's."""
-    return torch.accelerator.is_available()
-
-
 def _kernels() -> Any | None:
     """Those of `dpexp.native`, where they draw what their twin draws."""
     kernels = native.kernels()
@@ -254,8 +295,7 @@ def _add_in_batches(jobs: Iterable[_Job], secure: bool) -> None:
                 pieces = [Piece(job.stream, start, part.numel()) for job, start, part in batch]
                 drawn = _exact_integers(key, pieces) if secure else integers(key, pieces, device)
                 for (job, _, part), noise in zip(batch, drawn, strict=True):
-                    noisy = part.double().mul_(1 / job.grid).round_().add_(noise.to(device)).mul_(job.grid)
-                    part.copy_(noisy if part.dtype == torch.float64 else noisy.float())
+                    _put(part, job.grid, noise.to(device))
 
 
 @contextmanager
@@ -362,22 +402,3 @@ def _draw_key(generator: torch.Generator | None) -> bytes:
     return hashlib.sha256(
         f"dpexp noise {generator.initial_seed()} ".encode() + bytes(drawn.tolist())
     ).digest()
-
-
-def _full_state(layout: NDArray[np.uint64], seed: bytes) -> Tensor:
-    state = layout.copy()
-    state[3:627] = _words(seed)
-    return torch.from_numpy(state.view(np.uint8))
-
-
-def _words(seed: bytes) -> NDArray[np.uint32]:
-    return np.frombuffer(hashlib.shake_256(seed).digest(4 * 624), dtype=np.uint32)
-
-
-@lru_cache(maxsize=1)
-def _state_layout() -> NDArray[np.uint64] | None:
-    """A freshly seeded state of torch's CPU generator, where its 624 words are found at 3; None for another
-    layout."""
-    state = torch.Generator().manual_seed(5489).get_state().numpy().view(np.uint64).copy()
-    second = (1812433253 * (5489 ^ (5489 >> 30)) + 1) & 0xFFFFFFFF
-    return state if len(state) > 627 and state[3] == 5489 and state[4] == second else None

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from dp_accounting import DpEvent
+from dp_accounting import DpEvent, NoOpDpEvent
 from numpy.typing import NDArray
 
 from dpexp.errors import UserError
@@ -34,6 +34,7 @@ from dpexp.privacy.mechanisms import ProjectedGaussianDpEvent
 from dpexp.privacy.plan_checks import (
     UNITS,
     check_accountant,
+    check_bands,
     check_batches,
     check_budget,
     check_feedback,
@@ -77,6 +78,8 @@ class Plan:
     unit: str = "example"
     # r, where norms are estimated (`dpexp.privacy.projected`); 0: they are exact
     projections: int = 0
+    # b, over so many steps noise is correlated (`dpexp.privacy.correlated`); 1: it is not
+    bands: int = 1
 
     def __post_init__(self) -> None:
         # `to_dict` gives it as plain values
@@ -153,13 +156,22 @@ class Plan:
     def step_event(self, step: int, budget: int | None = None) -> DpEvent:
         """What the step releases about an example: PoissonSampled(q, Composed([gradient, counts])).
 
+        Where noise is correlated over b steps, what they release together stands in the first of them, with the rate b·q.
         ``budget``: of this group of examples (see `individual`); of the least protected one by default.
         """
+        if step % self.bands:
+            return NoOpDpEvent()
         rate, scale = self._of_group(budget)
         return self._released(self.sigma(step), self.rate(step) if rate is None else rate, scale)
 
-    def charge(self, step: int) -> DpEvent | GroupEvents:
-        """What the ledger writes of the step: its event, or that of each group of examples."""
+    def charge(self, step: int, attempt: int = 0) -> DpEvent | GroupEvents:
+        """What the ledger writes of the step: its event, or that of each group of examples.
+
+        Where noise is correlated, another attempt releases once more what all examples of the last b steps have left behind,
+        from the samples that these steps had: with a attempts more in each of them, such an example has moved what is released
+        √(1 + a) times as far as accounted for (docs/methods/correlated.md)."""
+        if attempt and self.bands > 1:
+            return self._released(self.sigma(step) / math.sqrt(1 + attempt), self.rate(step), 1.0)
         if self.budgets is None:
             return self.step_event(step)
         events = tuple(self.step_event(step, budget) for budget in range(self.num_budgets))
@@ -179,7 +191,7 @@ class Plan:
         left: Counter[tuple[float, float]] = Counter()
         for steps, sign in ((self.steps, 1), (min(begun, self.steps), -1)):
             for factor, growth, count in self.kinds(steps):
-                left[factor, growth] += sign * count
+                left[factor, growth] += sign * self._windows(count)
         first = self.sample_rate if rate is None else rate
         return composed(
             (self._released(self.noise_multiplier * factor, first * growth, scale), count)
@@ -247,6 +259,8 @@ class Plan:
             del plain["unit"]
         if not self.projections:
             del plain["projections"]
+        if self.bands == 1:
+            del plain["bands"]
         return plain
 
     def _of_group(self, budget: int | None) -> tuple[float | None, float]:
@@ -259,9 +273,13 @@ class Plan:
     def _composed(self, rate: float, sigma: float, scale: float, steps: int) -> DpEvent:
         """What so many steps release about an example; ``rate`` and ``sigma`` are those of the first one."""
         return composed(
-            (self._released(sigma * factor, rate * growth, scale), count)
+            (self._released(sigma * factor, rate * growth, scale), self._windows(count))
             for factor, growth, count in self.kinds(steps)
         )
+
+    def _windows(self, steps: int) -> int:
+        """How often so many steps may have drawn an example: once in b steps."""
+        return -(-steps // self.bands)
 
     def kinds(self, steps: int) -> tuple[tuple[float, float, int], ...]:
         """Factor of the noise, factor of the batch and number of the first so many steps; see `joint_counts`."""
@@ -276,7 +294,7 @@ class Plan:
         multipliers = _multipliers(sigma, self.quantile_budget, scale)
         if self.sampling == "fixed":
             return fixed_size_event(self.num_examples, round(rate * self.num_examples), multipliers)
-        return step_event(rate, multipliers)
+        return step_event(min(1.0, rate * self.bands), multipliers)
 
 
 def _multipliers(sigma: float, quantile_budget: float, scale: float = 1.0) -> list[float]:
@@ -307,6 +325,7 @@ def make_plan(
     search: SearchBudget | None = None,
     unit: str = "example",
     projections: int = 0,
+    bands: int = 1,
 ) -> Plan:
     """A checked plan, with σ calibrated to ``epsilon`` unless ``noise_multiplier`` is given.
 
@@ -316,7 +335,7 @@ def make_plan(
     the expected batch; ``individual``: method, ε of each
     group and the group of each example (see `dpexp.privacy.individual`), in the place of ``epsilon``; ``search``: of the step
     size (see `dpexp.privacy.searches`), whose raises shorten the run; ``unit``: what N counts, see `UNITS`;
-    ``projections``: r, where norms are estimated.
+    ``projections``: r, where norms are estimated; ``bands``: b, the steps over which noise is correlated.
     Raises `UserError` for values that make no plan, and for the gdp accountant without ``allow_clt``: its ε
     is not a guarantee."""
     check_numbers(
@@ -344,6 +363,10 @@ def make_plan(
             schedule, accountant, sampling, individual is not None or search is not None, noise_multiplier
         )
     batches = Schedule.of(batches)
+    others = individual is not None or search is not None or projections > 0
+    check_bands(
+        bands, steps, sample_rate, sampling, others or {schedule.name, batches.name} != {CONSTANT.name}
+    )
     if batches.name != CONSTANT.name:
         check_batches(batches, steps, sample_rate, sampling, individual is not None or search is not None)
     # refuses noise that decays to nothing, also where epsilon is not asked for
@@ -364,6 +387,7 @@ def make_plan(
         batches=batches,
         unit=unit,
         projections=projections,
+        bands=bands,
     )
     if individual is not None:
         method, epsilons, groups = individual

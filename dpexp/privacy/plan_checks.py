@@ -11,6 +11,7 @@ from dpexp.privacy.accountants import ACCOUNTANTS, check_delta
 from dpexp.privacy.schedules import Schedule, factor_counts
 
 SAMPLINGS = ("poisson", "fixed", "shuffle")
+MOST_BANDS = 64
 UNITS = {"example": "example", "user": "user with all examples of theirs"}
 """Whom N counts and the guarantee protects, and how the neighbouring relation calls them."""
 
@@ -110,6 +111,24 @@ def check_batches(batches: Schedule, steps: int, sample_rate: float, sampling: s
         raise UserError(
             f"optim.batch_growth makes a batch {largest:.3g} times the data: let it grow more slowly, or begin "
             "with a smaller optim.batch_size"
+        )
+
+
+def check_bands(bands: int, steps: int, sample_rate: float, sampling: str, others: bool) -> None:
+    """Refuse with a `UserError` noise that cannot be correlated over so many steps."""
+    if not 1 <= bands <= MOST_BANDS or bands != int(bands):
+        raise UserError(f"bands={bands} is no whole number of steps from 1 to {MOST_BANDS}")
+    if bands == 1:
+        return
+    if sampling != "poisson" or others:
+        raise UserError(
+            f"bands={bands} needs Poisson batches, constant noise, exact norms and one budget: drop sampling, schedule, batch "
+            "growth, individual budgets, searches and clip=jl"
+        )
+    if bands > steps or bands * sample_rate > 1:
+        raise UserError(
+            f"bands={bands}: an example takes part once in so many steps, and there are {steps} of them, each of a share of "
+            f"{sample_rate:.4g} of the data; take at most {max(1, min(steps, int(1 / sample_rate)))}"
         )
 
 

@@ -102,6 +102,32 @@ class GroupedSampler:
         return np.sort(np.concatenate([members[sampler.draw(step, attempt)] for members, sampler in drawn]))
 
 
+class CyclicSampler:
+    """Poisson sampling from one part of the data after the other: step t draws from part t mod b, at the rate b·q.
+
+    The examples are dealt into b parts of equal size (up to one) in an order that the key decides; see `PoissonSampler`. For
+    noise that is correlated over b steps (`dpexp.privacy.correlated`): an example takes part once in b steps at most, and a
+    sample has the expected size that it has without parts.
+
+    Args:
+        num_examples: N.
+        sample_rate: q.
+        bands: b.
+        key: secret.
+    """
+
+    def __init__(self, num_examples: int, sample_rate: float, bands: int, key: bytes) -> None:
+        order = generator_from(_derive(key, "parts of the data", bands, 0)).permutation(num_examples)
+        self._members = [np.sort(order[part::bands]) for part in range(bands)]
+        rate = min(1.0, bands * sample_rate)
+        self._samplers = [PoissonSampler(len(members), rate, key) for members in self._members]
+
+    def draw(self, step: int, attempt: int = 0) -> NDArray[np.int64]:
+        """Indices of the sample, sorted and distinct; may be empty. See `PoissonSampler.draw`."""
+        part = step % len(self._members)
+        return self._members[part][self._samplers[part].draw(step, attempt)]
+
+
 def stream(key: bytes, name: str, step: int, attempt: int = 0) -> int:
     """A seed in [0, 2^63) for the generator called ``name``, by HMAC-SHA-256 of the name, step and attempt.
 

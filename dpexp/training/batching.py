@@ -5,7 +5,7 @@ from typing import Protocol
 
 import numpy as np
 
-from dpexp.privacy.sampling import FixedSizeSampler, GroupedSampler, PoissonSampler, stream
+from dpexp.privacy.sampling import CyclicSampler, FixedSizeSampler, GroupedSampler, PoissonSampler, stream
 
 
 class Sampler(Protocol):
@@ -52,13 +52,17 @@ def sampler_for(
     groups: np.ndarray | None = None,
     rates: Sequence[float] = (),
     rate_of: Callable[[int], float] | None = None,
+    bands: int = 1,
 ) -> Sampler:
     """The sampler of a run: ``poisson``, ``fixed`` or ``shuffle``.
 
-    ``groups`` (`[N]`) of examples may have ``rates`` of their own; ``rate_of``: of each step, where batches grow.
+    ``groups`` (`[N]`) of examples may have ``rates`` of their own; ``rate_of``: of each step, where batches grow; ``bands``: the
+    steps over which noise is correlated.
     """
     if groups is not None:
         return GroupedSampler(groups, rates, key)
+    if bands > 1:
+        return CyclicSampler(num_examples, expected_batch / num_examples, bands, key)
     if sampling == "poisson":
         return PoissonSampler(num_examples, expected_batch / num_examples, key, rate_of)
     if sampling == "fixed":

@@ -134,6 +134,7 @@ class Trainer(Learner):
             "feedback": self.feedback,
             "analysis": self.analysis,
             "method": method,
+            "noise": self.stepper.correlated,
         }
         return {name: part for name, part in parts.items() if part is not None}
 

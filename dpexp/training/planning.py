@@ -91,6 +91,7 @@ def build_plan(
         search=None if run.search.name == "none" else SearchBudget(run.search.mechanism, run.search.share),
         unit=run.unit.name,
         projections=run.clip.projections if run.clip.method == "jl" else 0,
+        bands=run.privacy.bands,
     )
 
 
@@ -100,7 +101,10 @@ def build_sampler(
     """Draw the batches that the plan accounts for, under a secret key."""
     rates = plan.budgets.rates if plan is not None and plan.budgets is not None else ()
     rate_of = plan.rate if plan is not None and plan.grows else None
-    return sampler_for(run.privacy.sampling, num_examples, run.optim.batch_size, key, groups, rates, rate_of)
+    bands = plan.bands if plan is not None else 1
+    return sampler_for(
+        run.privacy.sampling, num_examples, run.optim.batch_size, key, groups, rates, rate_of, bands
+    )
 
 
 def choose_device(name: str) -> torch.device:

@@ -5,6 +5,7 @@ The rule that everything here serves: noise is used twice for exactly the same s
 
 import hmac
 import math
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +15,7 @@ from dpexp.clipping.base import AnyClipper
 from dpexp.clipping.thresholds import FixedThresholds, NormThresholds, QuantileThresholds
 from dpexp.errors import UserError
 from dpexp.parallel.shards import is_sharded
+from dpexp.privacy.correlated import CorrelatedNoise, column_norm, noise_left
 from dpexp.privacy.fingerprint import fingerprint, fingerprint_of_facts
 from dpexp.privacy.ledger import Ledger
 from dpexp.privacy.noise import KeyedGenerator, SecureGenerator, add_gaussian_, check_multiplier, check_stds
@@ -59,19 +61,23 @@ class Release:
         self.key, self.allocation, self.secure = key, allocation, secure
         self.sizes = [group.size for group in clipper.groups]
         self.parameters = [p for group in clipper.groups for p in group.params.values()]
+        # None where each step's noise is its own; it may have to know which attempts of earlier steps were applied
+        self.correlated: CorrelatedNoise | None = None
+        if plan.bands > 1:
+            self.correlated = CorrelatedNoise(plan.bands, partial(self.generator, "gradients"))
 
     def noise(self, step: int) -> dict[str, Any]:
-        """Standard deviations of a step: `gradients`, one per group, and `counts`, None where none are released; where
-        norms are summed, one per group.
+        """Standard deviations of a step: `gradients`, one per group, of what is new in this step, and `counts`, None where none
+        are released; where norms are summed, one per group.
 
         Raises:
             UserError: more noise than its grid is fine enough for, or hardly any.
         """
-        check_multiplier(self.plan.sigma_new(step), sum(self.sizes) + len(self.sizes))
-        stds = (
-            noise_stds(self.policy.values, self.sizes, self.plan.sigma_new(step), self.allocation)
-            * self.clipper.reach
-        )
+        bands = self.plan.bands
+        # what correlated noise takes back is rounded to the grid too
+        check_multiplier(self.plan.sigma_new(step) * bands**0.5, sum(self.sizes) + len(self.sizes))
+        sigma = self.plan.sigma_new(step) * column_norm(bands)
+        stds = noise_stds(self.policy.values, self.sizes, sigma, self.allocation) * self.clipper.reach
         counts: float | list[float] | None = None
         if self.policy.adaptive:
             counts = self.plan.sigma_b(step, len(self.sizes))
@@ -135,7 +141,7 @@ class Release:
             raise BudgetSpentError(
                 f"the budget does not cover another attempt of step {step}: the run ends before it"
             )
-        if self.ledger.begin_step(step, self.plan.charge(step), found) != attempt:
+        if self.ledger.begin_step(step, self.plan.charge(step, attempt), found) != attempt:
             raise RuntimeError(f"the ledger does not agree that step {step} is in attempt {attempt}")
         return True
 
@@ -151,7 +157,10 @@ class Release:
         noise = self.noise(step)
         groups = zip(self.clipper.groups, noise["gradients"], strict=True)
         stds = [std for group, std in groups for _ in group.params]
-        add_gaussian_(self._gradients(), stds, generator=self.generator("gradients", step, attempt))
+        if self.correlated is None:
+            add_gaussian_(self._gradients(), stds, generator=self.generator("gradients", step, attempt))
+        else:
+            self.correlated.add_(self._gradients(), stds, step, attempt)
         if noise["counts"] is None:
             return None
         each = isinstance(noise["counts"], list)
@@ -162,7 +171,8 @@ class Release:
     def stds(self, step: int) -> dict[int, float]:
         """Standard deviation of the noise in the sum of each parameter's gradients, by ``id(p)``."""
         groups = zip(self.clipper.groups, self.noise(step)["gradients"], strict=True)
-        return {id(p): std for group, std in groups for p in group.params.values()}
+        left = 1.0 if self.correlated is None else float(noise_left(self.plan.bands, self.plan.steps)[step])
+        return {id(p): std * left for group, std in groups for p in group.params.values()}
 
     def signal_to_noise(self, step: int) -> float:
         """Compute ‖Σ clipped gradients‖ over the root mean square norm of their noise, before it is added.

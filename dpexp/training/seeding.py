@@ -5,15 +5,17 @@ These draw by place in the batch, and one more example moves the places of the o
 more than its own share; in secret all places are alike (docs/privacy.md).
 """
 
+import hashlib
 import random
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from numpy.typing import NDArray
+from torch import Tensor, nn
 
 from dpexp.errors import UserError
-from dpexp.privacy.noise import seed_torch
 from dpexp.privacy.sampling import stream
 from dpexp.training import generators
 
@@ -90,3 +92,40 @@ class Seeds:
 
     def _now(self) -> list[int]:
         return [generator.initial_seed() for generator in self._watched]
+
+
+def seed_torch(seed: int) -> None:
+    """Seed torch's default generators, of every device, for what a forward pass draws (dropout).
+
+    The CPU's gets its whole state from the seed, in [0, 2^63); ``torch.manual_seed`` would keep 32 bits of it."""
+    layout = _state_layout()
+    if layout is None or _accelerated():
+        # each time it writes down who asked, for a device that is there and not in use yet: dear where a step takes milliseconds
+        torch.manual_seed(seed)
+    if layout is not None:
+        torch.default_generator.set_state(_full_state(layout, seed.to_bytes(8, "little")))
+
+
+@cache
+def _accelerated() -> bool:
+    """Whether there are other generators than the CPU's."""
+    return torch.accelerator.is_available()
+
+
+def _full_state(layout: NDArray[np.uint64], seed: bytes) -> Tensor:
+    state = layout.copy()
+    state[3:627] = _words(seed)
+    return torch.from_numpy(state.view(np.uint8))
+
+
+def _words(seed: bytes) -> NDArray[np.uint32]:
+    return np.frombuffer(hashlib.shake_256(seed).digest(4 * 624), dtype=np.uint32)
+
+
+@lru_cache(maxsize=1)
+def _state_layout() -> NDArray[np.uint64] | None:
+    """A freshly seeded state of torch's CPU generator, where its 624 words are found at 3; None for another
+    layout."""
+    state = torch.Generator().manual_seed(5489).get_state().numpy().view(np.uint64).copy()
+    second = (1812433253 * (5489 ^ (5489 >> 30)) + 1) & 0xFFFFFFFF
+    return state if len(state) > 627 and state[3] == 5489 and state[4] == second else None

@@ -30,6 +30,7 @@ from dpexp.clipping.methods.whole import VectorClipper
 from dpexp.clipping.thresholds import FixedThresholds
 from dpexp.errors import LateError, UserError
 from dpexp.parallel import ALONE, Ranks
+from dpexp.privacy.correlated import CorrelatedNoise
 from dpexp.privacy.fingerprint import checksum
 from dpexp.privacy.sampling import stream
 from dpexp.privacy.sensitivity import noisy_fractions, noisy_means
@@ -143,6 +144,11 @@ class Steps:
     def clipper(self) -> AnyClipper | None:
         """None where nothing is clipped."""
         return self.release.clipper if self.release is not None else None
+
+    @property
+    def correlated(self) -> CorrelatedNoise | None:
+        """What a checkpoint must know of the noise so far; None where each step's noise is its own."""
+        return self.release.correlated if self.release is not None else None
 
     @property
     def unproven(self) -> list[str]:

@@ -114,7 +114,7 @@ ADAM = [
 ROUTE = (["runtime=ddp"], ["runtime=fsdp"], ["runtime=pipeline", "runtime.microbatch=2"])
 
 
-def three_legs(ranks: Ranks, folder: Path) -> list[str]:
+def three_legs(ranks: Ranks, folder: Path, settings: list[str]) -> list[str]:
     """One step in each runtime; each session is lost behind the checkpoint of its step."""
 
     def lost(trainer: Any, progress: Any, *, final: bool = False) -> Any:
@@ -125,7 +125,12 @@ def three_legs(ranks: Ranks, folder: Path) -> list[str]:
     for leg, runtime in enumerate(ROUTE):
         Trainer.affordable = lambda trainer, last=leg + 1: trainer.step < last
         with pytest.raises(RuntimeError, match="lost") as caught:
-            trained(ranks, folder, [*ADAM, *runtime], released=2 * leg)
+            trained(
+                ranks,
+                folder,
+                [*settings, *runtime],
+                released=leg if "privacy.bands=3" in settings else 2 * leg,
+            )
         told.append(str(caught.value))
     return told
 
@@ -177,21 +182,26 @@ def signals_in(folder: Path) -> list[float]:
 
 
 @needs_torch(2, 15)
-def test_a_run_goes_through_all_runtimes(tmp_path: Path) -> None:
-    """DDP, FSDP2, a pipeline, one process: each takes a step, with Adam's moments and the thresholds of the one before."""
+@pytest.mark.parametrize("more", [[], ["privacy.bands=3"]], ids=["independent", "correlated"])
+def test_a_run_goes_through_all_runtimes(tmp_path: Path, more: list[str]) -> None:
+    """DDP, FSDP2, a pipeline, one process: each takes a step, with Adam's moments, thresholds and noise of those before."""
+    settings = [*ADAM, *more]
     (tmp_path / "ranks").mkdir()
     moved = tmp_path / "moved"
-    told = run_ranks(2, tmp_path / "ranks", three_legs, moved)
+    told = run_ranks(2, tmp_path / "ranks", three_legs, moved, settings)
     assert told == [[f"lost after step {step}" for step in (1, 2, 3)]] * 2
-    resumed = trained(ALONE, moved, ADAM, released=6)
-    alone = trained(ALONE, tmp_path / "alone", ADAM)
+    resumed = trained(ALONE, moved, settings, released=3 if more else 6)
+    alone = trained(ALONE, tmp_path / "alone", settings)
     assert charged_in(moved) == [(step, 0) for step in range(4)]
     assert resumed["privacy"]["epsilon"] == alone["privacy"]["epsilon"]
     assert resumed["details"]["thresholds"] == pytest.approx(alone["details"]["thresholds"], rel=1e-5)
     signals = signals_in(tmp_path / "alone")
     assert signals_in(moved) == pytest.approx(signals, rel=1e-4)
     assert len(signals) == 4
-    assert run_folder(compose([*SMALL, *ADAM])).name == run_folder(compose([*SMALL, *ADAM, *ROUTE[1]])).name
+    assert (
+        run_folder(compose([*SMALL, *settings])).name
+        == run_folder(compose([*SMALL, *settings, *ROUTE[1]])).name
+    )
     expected = load_file(alone["weights"])
     for name, tensor in load_file(resumed["weights"]).items():
         torch.testing.assert_close(tensor, expected[name], rtol=1e-3, atol=1e-5)

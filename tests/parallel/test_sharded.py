@@ -18,6 +18,7 @@ from dpexp.errors import UserError
 from dpexp.parallel import ALONE, Ranks
 from dpexp.parallel.sharded import blocks_of, filled, held_whole, shard, skeleton_of
 from dpexp.parallel.sharing import sharing
+from dpexp.privacy.correlated import CorrelatedNoise
 from dpexp.privacy.fingerprint import checksum
 from dpexp.privacy.noise import KeyedGenerator, add_gaussian_
 from dpexp.privacy.sampling import PoissonSampler
@@ -228,16 +229,21 @@ def noisy(tensors):
 
 
 def parts(ranks: Ranks):
-    model = shard(made(Case("gpt2")))
+    return drawn(shard(made(Case("gpt2"))))
+
+
+def drawn(model):
     values = [p.detach().clone() for p in model.parameters()]
     before = checksum(values)
-    return before, noisy(values)
+    correlated = [torch.zeros_like(value) for value in values]
+    noise = CorrelatedNoise(3, lambda step, attempt: KeyedGenerator(bytes([step]) * 32))
+    for step in range(4):
+        noise.add_(correlated, [0.5] * len(values), step, 0)
+    return before, [*noisy(values), *map(whole, correlated)]
 
 
 def test_shards_have_the_noise_and_the_checksum_of_the_whole(tmp_path: Path):
-    values = [p.detach().clone() for p in made(Case("gpt2")).parameters()]
-    expected = checksum(values)
-    after = noisy(values)
+    expected, after = drawn(made(Case("gpt2")))
     for found, found_after in run_ranks(2, tmp_path, parts):
         assert found == expected
         assert all(torch.equal(a, b) for a, b in zip(found_after, after, strict=True))

@@ -18,6 +18,7 @@ from dpexp.parallel import ALONE, Ranks
 from dpexp.parallel.shards import is_sharded
 from dpexp.pipeline.clipper import WholeModel
 from dpexp.pipeline.split import keep_stage
+from dpexp.privacy.noise import KeyedGenerator
 from dpexp.training import learner, release, stages
 from dpexp.training.stages import refuse_unstaged
 from tests.parallel.pool import run_ranks
@@ -59,6 +60,10 @@ def numbered_noise(calls: int = 0) -> Any:
     return add
 
 
+def of_step(self: release.Release, name: str, step: int, attempt: int) -> KeyedGenerator:
+    return KeyedGenerator(f"{name} {step} {attempt}".encode().rjust(32))
+
+
 def use_own_cache(folder: Path) -> None:
     """Have norm methods measured anew in this process; native kernels are the machine's."""
     kernels = native.library_path().parent
@@ -71,12 +76,14 @@ def use_own_cache(folder: Path) -> None:
 def trained(ranks: Ranks, folder: Path, overrides: list[str], released: int = 0) -> dict:
     """The end of a run: its summary, with the weights that it exported; `released`: how often noise was added before."""
     before, release.add_gaussian_ = release.add_gaussian_, numbered_noise(released)
+    # of correlated noise, which is drawn by steps
+    keyed, release.Release.generator = release.Release.generator, of_step
     use_own_cache(folder / "cache")
     try:
         run = compose([*SMALL, *overrides, f"runtime.runs_dir={folder}"])
         train.run_together(run, ranks)
     finally:
-        release.add_gaussian_ = before
+        release.add_gaussian_, release.Release.generator = before, keyed
     where = run_folder(run)
     summary = json.loads((where / "summary.json").read_text())
     return summary | {"weights": str(next((where / "model").rglob("*.safetensors")))}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -87,10 +88,16 @@ class Checkpoints:
             model=state.model_state(self.model),
             optimizer=self.optimizer.optimizer.state_dict(),
             signature=self.identity,
-            **state.resting_on(self.policy, self.ledger, self.optimizer.parts),
+            **state.resting_on(self.policy, self.ledger, self._parts),
         )
         with state.disk_errors(folder):
             state.save_together(folder, checkpoint, ranks)
+
+    @property
+    def _parts(self) -> dict[str, Any]:
+        """What has a state beside model, optimiser and thresholds."""
+        noise = self.steps.correlated
+        return {**self.optimizer.parts, **({"noise": noise} if noise is not None else {})}
 
     def load(self, folder: str | Path | None) -> None:
         """Go on from one; all ranks do it together.
@@ -104,7 +111,7 @@ class Checkpoints:
         checkpoint = state.read_together(folder, self.identity, self.ranks, self.model, optimizer)
         if checkpoint is None:
             raise UserError(f"there is no checkpoint in {folder}")
-        state.put_back(checkpoint, self.policy, self.ledger, self.optimizer.parts)
+        state.put_back(checkpoint, self.policy, self.ledger, self._parts)
         state.load_model_state(self.model, checkpoint.model)
         self.optimizer.load(checkpoint.optimizer)
         self.steps.clear()

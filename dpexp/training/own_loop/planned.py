@@ -75,6 +75,7 @@ class Planned:
             noise_multiplier=numbers.noise_multiplier,
             quantile_budget=numbers.quantile_budget if adaptive else 0.0,
             schedule=checked_schedule(schedule),
+            bands=numbers.bands,
         )
         for sentence in pointless(plan):
             warnings.warn(sentence, stacklevel=4)

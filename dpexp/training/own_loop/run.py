@@ -22,8 +22,8 @@ from dpexp.parallel import ALONE, Ranks
 from dpexp.parallel.replicas import made_same
 from dpexp.privacy.keys import LEDGER, Keys, open_keys
 from dpexp.privacy.ledger import Ledger
-from dpexp.privacy.sampling import PoissonSampler
 from dpexp.privacy.shown import upwards
+from dpexp.training.batching import sampler_for
 from dpexp.training.decisions import Decisions
 from dpexp.training.earlier import also_tried, learnt_before, remembering, taught
 from dpexp.training.export import summary_of, write_card
@@ -128,8 +128,8 @@ class OwnRun:
             )  # fmt: skip
             self.steps = Steps(
                 model, self.optimizer,
-                sampler=PoissonSampler(plan.num_examples, plan.sample_rate, key), key=key,
-                expected_batch=plan.expected_batch_size, policy=self.policy, release=release, decisions=decisions,
+                sampler=sampler_for("poisson", plan.num_examples, plan.expected_batch_size, key, bands=plan.bands),
+                key=key, expected_batch=plan.expected_batch_size, policy=self.policy, release=release, decisions=decisions,
                 loss_scale=numbers.loss_scale, on_taken=_weakly(self._taken), data=dataset, ranks=ranks, shown=True,
             )  # fmt: skip
             self._tell_of_data()

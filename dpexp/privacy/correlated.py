@@ -1,0 +1,125 @@
+"""Noise of which each step takes back a part of the noise before it, so that less of it adds up in the weights.
+
+A banded matrix factorisation (Choquette-Choo et al. 2023, "(Amplified) Banded Matrix Factorization"): with a lower triangular
+matrix C of b bands, what is private is y = C·s + z for the clipped sums s of all steps and independent noise z, and a step
+releases its part of C⁻¹·y = s + C⁻¹·z, a function of y. Weights are prefix sums of what is released, and the noise in those is
+smaller than that of independent steps. C has the same numbers 1, c_1, …, c_{b-1} in every column, those of the square root of the
+prefix sum cut off after b of them (Kalinin and Lampert 2024, "Banded Square Root Matrix Factorization"), close to the
+best b-banded matrix. They are rounded to 1/256, and the sensitivity is that of the rounded ones.
+
+An example that takes part in step t moves y in the steps t to t + b - 1, by its gradient times 1, c_1, …: by C·(1 + Σ c_i²)^½ in
+all. The noise z is larger by this factor. So that no example moves the same y twice, the examples are dealt into b parts, and
+step t draws from part t mod b alone (`sampling.CyclicSampler`).
+
+*On the grid* (`dpexp.privacy.noise`) all of it is done in whole numbers: with ŝ_t, the rounded sum, and n_t of the discrete
+Gaussian, a step releases r_t = ŝ_t + m_t, where m_t = n_t - round(Σ_i c_i·m_{t-i}). So n_t = r_t - ŝ_t + round(Σ_i c_i·(r_{t-i} -
+ŝ_{t-i})): for given releases, an example of step t moves n_t, …, n_{t+b-1} by whole numbers, its gradient times 1, c_1, … up to a
+unit, and no value is possible for one data set and impossible for its neighbour. `Release.noise` counts these units.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from scipy.signal import lfilter
+from torch import Tensor
+
+from dpexp.privacy.noise import KeyedGenerator, draw_whole, put_on_grid_
+
+# bits behind the point: with them, products and sums of whole numbers below 2^45 are exact in float64, on every device
+_BITS = 8
+
+
+def coefficients(bands: int) -> tuple[float, ...]:
+    """Compute 1, c_1, …, c_{b-1}: the numbers of each column of C (Kalinin and Lampert 2024, without momentum)."""
+    exact = [1.0]
+    for lag in range(1, bands):
+        exact.append(exact[-1] * (2 * lag - 1) / (2 * lag))
+    return tuple(round(value * 2**_BITS) / 2**_BITS for value in exact)
+
+
+def column_norm(bands: int) -> float:
+    """Compute (Σ c_i²)^½: how much further an example moves y than the sum of its step."""
+    return math.sqrt(sum(value**2 for value in coefficients(bands)))
+
+
+def inverse(bands: int, steps: int) -> NDArray[np.float64]:
+    """Compute the first column of C⁻¹: what of the noise z_t is in the releases of the steps t, t + 1, …, `[steps]`."""
+    impulse = np.zeros(steps)
+    impulse[:1] = 1
+    column: NDArray[np.float64] = lfilter([1.0], coefficients(bands), impulse)
+    return column
+
+
+@lru_cache(maxsize=2)
+def noise_left(bands: int, steps: int) -> NDArray[np.float64]:
+    """Compute the standard deviation of the noise in the release of each step, relative to that of its z, `[steps]`."""
+    return np.sqrt(np.cumsum(inverse(bands, steps) ** 2))
+
+
+def noise_added_up(bands: int, steps: int) -> NDArray[np.float64]:
+    """Compute the standard deviation of the noise in the sum of the first 1, 2, … releases, in thresholds times σ, `[steps]`."""
+    return column_norm(bands) * np.sqrt(np.cumsum(np.cumsum(inverse(bands, steps)) ** 2))
+
+
+class CorrelatedNoise:
+    """The noise of a run, one step after the other.
+
+    What it must know of earlier steps, 8·(b - 1) bytes for each number that is released, is in no checkpoint: it is drawn
+    again from the run's key.
+
+    Args:
+        bands: b, 2 or more.
+        generator: number and attempt of a step -> the source of its n_t; the same one for the same step and attempt.
+    """
+
+    def __init__(self, bands: int, generator: Callable[[int, int], KeyedGenerator]):
+        self.coefficients, self._generator = coefficients(bands), generator
+        # of each step so far, the attempt whose noise was applied
+        self.attempts: list[int] = []
+        # m_{t-1}, m_{t-2}, …; `_ahead`: t
+        self._earlier: deque[list[Tensor]] = deque(maxlen=bands - 1)
+        self._ahead = 0
+
+    @torch.no_grad()
+    def add_(self, tensors: Sequence[Tensor], stds: Sequence[float], step: int, attempt: int) -> None:
+        """Add the noise of a step in place; a step that is added once more has the same noise, if the attempt is the same.
+
+        Args:
+            tensors: the same ones, in the same order, in every step.
+            stds: of z in each of them, in the unit of the tensor; it may be another one in each step.
+            step, attempt: see `generator`.
+        """
+        if self._ahead != step:
+            self._earlier.clear()
+            for number, applied in enumerate(self.attempts[:step]):
+                self._draw(tensors, number, applied)
+        self.attempts[step:] = [attempt]
+        put_on_grid_(tensors, stds, self._draw(tensors, step, attempt))
+
+    def _draw(self, tensors: Sequence[Tensor], step: int, attempt: int) -> list[Tensor]:
+        """m of the next step."""
+        drawn = draw_whole(tensors, self._generator(step, attempt))
+        for number, fresh in enumerate(drawn):
+            taken_back = torch.zeros_like(fresh)
+            for factor, earlier in zip(self.coefficients[1:], self._earlier, strict=False):
+                taken_back.add_(earlier[number], alpha=factor)
+            fresh.sub_(taken_back.round_())
+        self._earlier.appendleft(drawn)
+        self._ahead = step + 1
+        return drawn
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a run must know to draw it all again."""
+        return {"attempts": list(self.attempts)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there."""
+        self.attempts, self._ahead = list(state["attempts"]), -1
