@@ -21,7 +21,7 @@ from dpexp.privacy.calibration import calibrate, longest
 from dpexp.privacy.correlated import noise_added_up
 from dpexp.privacy.events import composed, fixed_size_event, neighbouring, step_event
 from dpexp.privacy.individual import draw_groups, solve
-from dpexp.privacy.plan_checks import check_accountant, check_bands, resolve_delta, steps_of
+from dpexp.privacy.plan_checks import bands_to_try, check_accountant, resolve_delta, steps_of
 from dpexp.privacy.schedules import CONSTANT, Schedule, factor_counts
 from dpexp.privacy.shown import upwards
 from dpexp.privacy.tradeoff import FPR, NO_BOUND, TPR, attack
@@ -93,7 +93,7 @@ def account(arguments: AccountArguments) -> dict[str, Any]:
             )
         steps = longest(lambda steps: composed([(one, -(-steps // bands))]), target, delta, accountant)
     others = schedule != CONSTANT or arguments.individual.name != "none"
-    check_bands(bands, steps, rate, arguments.sampling, others)
+    bands_to_try(bands, steps, rate, arguments.sampling, others)
     counts = factor_counts(schedule, steps, steps, rate)
 
     def event(noise_multiplier: float) -> DpEvent:

@@ -90,7 +90,7 @@ def check(run: AuditConfig) -> None:
         raise UserError(
             "model.frozen_features=true: an audit plants texts in front of the encoder: set it to false"
         )
-    if run.privacy.bands > 1 and run.method == "white_box":
+    if run.privacy.bands != "1" and run.method == "white_box":
         raise UserError(
             f"privacy.bands={run.privacy.bands} ties steps together, and method=white_box looks at them one by one: leave it out"
         )

@@ -25,7 +25,7 @@ TRIALS_LAWS = ("geometric", "logarithmic", "poisson")
 DELTA_RULES = ("half_over_n", "n_pow_-1.1")
 
 _POSITIVE = (
-    "privacy.bands", "optim.lr", "optim.eps", "optim.floor", "optim.tolerance", "optim.batch_size", "optim.epochs",
+    "optim.lr", "optim.eps", "optim.floor", "optim.tolerance", "optim.batch_size", "optim.epochs",
     "clip.clip_norm", "clip.init_threshold",
     "clip.norm_factor", "clip.norm_bound", "clip.scale_floor", "clip.init_norm", "clip.public_examples", "clip.residual_norm",
     "clip.local_epochs", "clip.local_lr", "clip.projections",

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 
 from dpexp.errors import UserError, either
-from dpexp.privacy.plan_checks import MOST_BANDS
+from dpexp.privacy.plan_checks import check_bands
 from dpexp.privacy.schedules import ADAPTIVE, SCHEDULES, Schedule
 from dpexp.schemas import CHOICES, RunConfig
 from dpexp.schemas.choices import FILTERS
@@ -96,10 +96,15 @@ def _individual(run: RunConfig) -> Iterator[str]:
 
 def _bands(run: RunConfig) -> Iterator[str]:
     bands = run.privacy.bands
-    if bands == 1 or not run.clip.private:
+    try:
+        number = check_bands(bands)
+    except UserError as error:
+        yield f"privacy.{error}"
         return
-    if bands > MOST_BANDS:
-        yield f"privacy.bands={bands} must be at most {MOST_BANDS}"
+    if number == 1 or not run.clip.private:
+        return
+    if number is None and run.privacy.epsilon is None:
+        yield "privacy.bands=auto looks for the least noise at an epsilon, and none is given: give a number of bands"
     others = run.individual.name, run.search.name
     if (
         run.privacy.sampling != "poisson"

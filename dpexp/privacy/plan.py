@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from dpexp.errors import UserError
 from dpexp.privacy import accountants
 from dpexp.privacy.calibration import calibrate
+from dpexp.privacy.correlated import noise_added_up
 from dpexp.privacy.events import (
     GroupEvents,
     composed,
@@ -33,8 +34,8 @@ from dpexp.privacy.individual import Budgets, solve
 from dpexp.privacy.mechanisms import ProjectedGaussianDpEvent
 from dpexp.privacy.plan_checks import (
     UNITS,
+    bands_to_try,
     check_accountant,
-    check_bands,
     check_batches,
     check_budget,
     check_feedback,
@@ -281,6 +282,21 @@ class Plan:
         """How often so many steps may have drawn an example: once in b steps."""
         return -(-steps // self.bands)
 
+    def _calibrated(self, epsilon: float) -> Plan:
+        """The plan with the noise that spends this ε."""
+        noise = calibrate(
+            lambda sigma: self._composed(self.sample_rate, sigma, 1.0, self.steps),
+            epsilon,
+            self._delta,
+            self.accountant,
+        )
+        return replace(self, noise_multiplier=float(noise))
+
+    def noise_in_weights(self) -> float:
+        """Noise in the sums of the first 1, 2, … releases as a root mean square, in thresholds; for constant noise."""
+        added_up = noise_added_up(self.bands, self.steps)
+        return self.noise_multiplier * math.sqrt(float(np.mean(added_up**2)))
+
     def kinds(self, steps: int) -> tuple[tuple[float, float, int], ...]:
         """Factor of the noise, factor of the batch and number of the first so many steps; see `joint_counts`."""
         return joint_counts(self.schedule, self.batches, steps, self.steps, self.sample_rate)
@@ -325,7 +341,7 @@ def make_plan(
     search: SearchBudget | None = None,
     unit: str = "example",
     projections: int = 0,
-    bands: int = 1,
+    bands: int | str = 1,
 ) -> Plan:
     """A checked plan, with σ calibrated to ``epsilon`` unless ``noise_multiplier`` is given.
 
@@ -335,7 +351,8 @@ def make_plan(
     the expected batch; ``individual``: method, ε of each
     group and the group of each example (see `dpexp.privacy.individual`), in the place of ``epsilon``; ``search``: of the step
     size (see `dpexp.privacy.searches`), whose raises shorten the run; ``unit``: what N counts, see `UNITS`;
-    ``projections``: r, where norms are estimated; ``bands``: b, the steps over which noise is correlated.
+    ``projections``: r, where norms are estimated; ``bands``: b, the steps over which noise is correlated, or
+    ``auto``: the b with the least noise in the weights (`dpexp.privacy.correlated`).
     Raises `UserError` for values that make no plan, and for the gdp accountant without ``allow_clt``: its ε
     is not a guarantee."""
     check_numbers(
@@ -364,9 +381,12 @@ def make_plan(
         )
     batches = Schedule.of(batches)
     others = individual is not None or search is not None or projections > 0
-    check_bands(
-        bands, steps, sample_rate, sampling, others or {schedule.name, batches.name} != {CONSTANT.name}
-    )
+    others |= {schedule.name, batches.name} != {CONSTANT.name}
+    widths = bands_to_try(bands, steps, sample_rate, sampling, others)
+    if epsilon is None and len(widths) > 1:
+        raise UserError(
+            "bands=auto looks for the least noise at an epsilon, and none is given: give a number of bands"
+        )
     if batches.name != CONSTANT.name:
         check_batches(batches, steps, sample_rate, sampling, individual is not None or search is not None)
     # refuses noise that decays to nothing, also where epsilon is not asked for
@@ -387,7 +407,6 @@ def make_plan(
         batches=batches,
         unit=unit,
         projections=projections,
-        bands=bands,
     )
     if individual is not None:
         method, epsilons, groups = individual
@@ -405,8 +424,7 @@ def make_plan(
         )
         return replace(plan, noise_multiplier=float(noise), budgets=budgets)
     if epsilon is not None:
-        noise = calibrate(
-            lambda sigma: plan._composed(sample_rate, sigma, 1.0, steps), epsilon, plan._delta, accountant
+        return min(
+            (replace(plan, bands=width)._calibrated(epsilon) for width in widths), key=Plan.noise_in_weights
         )
-        return replace(plan, noise_multiplier=float(noise))
-    return plan
+    return replace(plan, bands=widths[0])

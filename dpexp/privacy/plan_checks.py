@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from dpexp.errors import UserError
@@ -12,6 +13,8 @@ from dpexp.privacy.schedules import Schedule, factor_counts
 
 SAMPLINGS = ("poisson", "fixed", "shuffle")
 MOST_BANDS = 64
+# more of them save little, and each takes the memory of all that is released
+BANDS_OF_AUTO = (1, 2, 4, 8, 16)
 UNITS = {"example": "example", "user": "user with all examples of theirs"}
 """Whom N counts and the guarantee protects, and how the neighbouring relation calls them."""
 
@@ -114,22 +117,44 @@ def check_batches(batches: Schedule, steps: int, sample_rate: float, sampling: s
         )
 
 
-def check_bands(bands: int, steps: int, sample_rate: float, sampling: str, others: bool) -> None:
-    """Refuse with a `UserError` noise that cannot be correlated over so many steps."""
-    if not 1 <= bands <= MOST_BANDS or bands != int(bands):
-        raise UserError(f"bands={bands} is no whole number of steps from 1 to {MOST_BANDS}")
-    if bands == 1:
-        return
+def bands_to_try(
+    bands: int | str, steps: int, sample_rate: float, sampling: str, others: bool
+) -> Sequence[int]:
+    """Return over how many steps noise may be correlated: ``bands``, or some of which the best is taken where it is ``auto``.
+
+    Refuses with a `UserError` noise that cannot be correlated over so many steps."""
+    number = check_bands(bands)
+    if number == 1:
+        return [1]
     if sampling != "poisson" or others:
         raise UserError(
             f"bands={bands} needs Poisson batches, constant noise, exact norms and one budget: drop sampling, schedule, batch "
             "growth, individual budgets, searches and clip=jl"
         )
-    if bands > steps or bands * sample_rate > 1:
+    if number is None:
+        return [
+            width for width in BANDS_OF_AUTO if width == 1 or (width <= steps and width * sample_rate <= 1)
+        ]
+    if number > steps or number * sample_rate > 1:
         raise UserError(
             f"bands={bands}: an example takes part once in so many steps, and there are {steps} of them, each of a share of "
             f"{sample_rate:.4g} of the data; take at most {max(1, min(steps, int(1 / sample_rate)))}"
         )
+    return [number]
+
+
+def check_bands(bands: int | str) -> int | None:
+    """Return over how many steps noise is to be correlated, None for ``auto``; refuse with a `UserError` anything else."""
+    if bands == "auto":
+        return None
+    try:
+        number = int(bands)
+        whole = number == float(bands) and not isinstance(bands, bool)
+    except (TypeError, ValueError):
+        number, whole = 0, False
+    if not whole or not 1 <= number <= MOST_BANDS:
+        raise UserError(f"bands={bands} is neither auto nor a whole number of steps from 1 to {MOST_BANDS}")
+    return number
 
 
 def check_feedback(

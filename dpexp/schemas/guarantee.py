@@ -84,8 +84,8 @@ class PrivacyConfig:
     delta: str = "n_pow_-1.1"
     # poisson, or fixed: batches of one size; shuffle is what no accountant covers
     sampling: str = "poisson"
-    # b, over so many steps noise is correlated; 1 = each step's noise is its own
-    bands: int = 1
+    # b, over so many steps noise is correlated, or auto; 1 = each step's noise is its own
+    bands: str = "1"
     # strict: the record holds nothing that follows from private rows without noise
     release: str = "normal"
     # for tests: the guarantee holds only while this number is secret

@@ -111,7 +111,7 @@ DEFAULTS = {
     "privacy.noise_seed": None,
     "privacy.keep_key": False,
     "privacy.secure": False,
-    "privacy.bands": 1,
+    "privacy.bands": "1",
     "accountant.name": "rdp",
     "accountant.allow_clt": False,
     "schedule.name": "constant",

@@ -187,8 +187,8 @@ def test_the_ledger_holds_what_the_plan_says_and_another_attempt_costs_more(tmp_
 @pytest.mark.parametrize(
     ("bands", "changes", "said"),
     [
-        (0, {}, "no whole number"),
-        (65, {}, "no whole number"),
+        (0, {}, "nor a whole number"),
+        (65, {}, "nor a whole number"),
         (31, {}, "at most 20"),
         (21, {}, "at most 20"),
         (2, {"sampling": "fixed"}, "needs Poisson batches"),
@@ -199,3 +199,20 @@ def test_the_ledger_holds_what_the_plan_says_and_another_attempt_costs_more(tmp_
 def test_what_cannot_be_correlated_is_refused(bands, changes, said):
     with pytest.raises(UserError, match=said):
         make_plan(**SMALL, noise_multiplier=2.0, bands=bands, **changes)
+
+
+def test_auto_takes_the_bands_with_the_least_noise_in_the_weights():
+    best = make_plan(**SMALL, epsilon=8.0, bands="auto")
+    plans = {bands: make_plan(**SMALL, epsilon=8.0, bands=bands) for bands in (1, 2, 4, 8, 16)}
+    assert best == min(plans.values(), key=Plan.noise_in_weights)
+    assert best.bands > 1
+    assert best.noise_in_weights() < 0.75 * plans[1].noise_in_weights()
+    # every example in every other step: larger parts would hold fewer than a batch
+    assert make_plan(**(SMALL | {"expected_batch_size": 500}), epsilon=0.5, bands="auto").bands == 1
+    with pytest.raises(UserError, match="give a number of bands"):
+        make_plan(**SMALL, noise_multiplier=1.0, bands="auto")
+    with pytest.raises(UserError, match="constant noise"):
+        make_plan(**SMALL, epsilon=1.0, bands="auto", schedule={"name": "time", "decay_rate": 0.5})
+    for wrong in ("Auto", 2.5, True, None, "2.0x"):
+        with pytest.raises(UserError, match="neither auto nor a whole number"):
+            make_plan(**SMALL, epsilon=1.0, bands=wrong)

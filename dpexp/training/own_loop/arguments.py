@@ -25,15 +25,7 @@ from dpexp.privacy.schedules import Schedule
 from dpexp.privacy.sensitivity import ALLOCATIONS
 from dpexp.tasks.origins import MADE, origins
 
-WHOLE = (
-    "steps",
-    "rows_per_example",
-    "checkpoint_every",
-    "trials",
-    "noise_seed",
-    "bands",
-    "physical_batch_size",
-)
+WHOLE = ("steps", "rows_per_example", "checkpoint_every", "trials", "noise_seed", "physical_batch_size")
 """Counts; the others may have a fraction."""
 FROM_ZERO = ("checkpoint_every", "noise_multiplier", "noise_seed")
 """May be 0; the others must be above."""

@@ -77,7 +77,7 @@ class PrivacyEngine:
         accountant: ``rdp``, ``prv`` or ``pld``; it decides the noise.
         schedule: how the noise changes over time, see `dpexp.privacy.schedules`.
         bands: b, of noise that is correlated over b steps and adds up to less in the weights (`dpexp.privacy.correlated`); a step
-            then draws from one of b parts of the data, in turn. 1: the noise of each step is its own.
+            then draws from one of b parts of the data, in turn. 1: the noise of each step is its own; ``auto``: the best b.
         scheduler: of the learning rate; stepped once after every step of the optimiser, empty batches included.
         loss_scale: static, for autocast to fp16; the losses given to `step` are unscaled.
         rows_per_example: M, the model sees this many adjacent rows of each example.
@@ -122,7 +122,7 @@ class PrivacyEngine:
         allocation: str = "global",
         accountant: str = "rdp",
         schedule: str | Mapping[str, Any] = "constant",
-        bands: int = 1,
+        bands: int | str = 1,
         scheduler: Any = None,
         loss_scale: float = 1.0,
         rows_per_example: int = 1,
@@ -138,7 +138,7 @@ class PrivacyEngine:
             batch_size=batch_size, epochs=epochs, steps=steps, epsilon=epsilon, noise_multiplier=noise_multiplier,
             clip_norm=clip_norm, target_quantile=target_quantile, quantile_budget=quantile_budget, quantile_lr=quantile_lr,
             loss_scale=loss_scale, rows_per_example=rows_per_example, checkpoint_every=checkpoint_every, trials=trials,
-            noise_seed=noise_seed, bands=bands,
+            noise_seed=noise_seed,
         )  # fmt: skip
         fixed_length, secure, rescale = checked_flags(
             fixed_length=fixed_length, secure=secure, rescale=rescale
@@ -154,7 +154,7 @@ class PrivacyEngine:
         check_dataset(dataset, users)
         planned = Planned.of(
             numbers, dataset, users, delta=delta, accountant=accountant, schedule=schedule, groups=groups, rule=rule,
-            rescale=rescale, allocation=allocation, secure=secure,
+            rescale=rescale, allocation=allocation, secure=secure, bands=bands,
         )  # fmt: skip
         self._run = run = OwnRun(
             self.model, optimizer, dataset, self.folder, planned, scheduler=scheduler, wrappers=wrappers, ranks=self.ranks,

@@ -42,6 +42,7 @@ class Planned:
         delta: str | float,
         accountant: str,
         schedule: str | Mapping[str, Any],
+        bands: int | str,
         groups: Any,
         rule: str,
         rescale: bool,
@@ -75,7 +76,7 @@ class Planned:
             noise_multiplier=numbers.noise_multiplier,
             quantile_budget=numbers.quantile_budget if adaptive else 0.0,
             schedule=checked_schedule(schedule),
-            bands=numbers.bands,
+            bands=bands,
         )
         for sentence in pointless(plan):
             warnings.warn(sentence, stacklevel=4)
