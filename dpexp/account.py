@@ -21,7 +21,7 @@ from dpexp.privacy.calibration import calibrate, longest
 from dpexp.privacy.correlated import noise_added_up
 from dpexp.privacy.events import composed, fixed_size_event, neighbouring, step_event
 from dpexp.privacy.individual import draw_groups, solve
-from dpexp.privacy.plan_checks import bands_to_try, check_accountant, resolve_delta, steps_of
+from dpexp.privacy.plan_checks import bands_to_try, check_accountant, check_bands, resolve_delta, steps_of
 from dpexp.privacy.schedules import CONSTANT, Schedule, factor_counts
 from dpexp.privacy.shown import upwards
 from dpexp.privacy.tradeoff import FPR, NO_BOUND, TPR, attack
@@ -47,7 +47,7 @@ class AccountArguments:
     accountant: AccountantConfig = field(default_factory=AccountantConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     sampling: str = "poisson"
-    bands: int = 1
+    bands: str = "1"
     trials: float = 1
     trials_law: str | None = None
     individual: IndividualConfig = field(default_factory=IndividualConfig)
@@ -68,7 +68,12 @@ def account(arguments: AccountArguments) -> dict[str, Any]:
     rate = _sample_rate(arguments)
     steps = _steps(arguments, rate)
     delta = resolve_delta(cast("str", arguments.delta), arguments.num_examples)
-    target, accountant, bands = arguments.target_epsilon, arguments.accountant.name, arguments.bands
+    target, accountant = arguments.target_epsilon, arguments.accountant.name
+    bands = check_bands(arguments.bands) or 1
+    if arguments.bands == "auto" and (target is None or steps is None):
+        raise UserError(
+            "bands=auto looks for the least noise at an epsilon, in a number of steps: give target_epsilon=…, and steps=… or epochs=…"
+        )
     schedule = Schedule.of(asdict(arguments.schedule))
     if schedule.adaptive:
         raise UserError(
@@ -80,7 +85,7 @@ def account(arguments: AccountArguments) -> dict[str, Any]:
     def step(noise_multiplier: float) -> DpEvent:
         if arguments.sampling == "fixed":
             return fixed_size_event(size.denominator, size.numerator, [noise_multiplier])
-        return step_event(min(1.0, rate * arguments.bands), [noise_multiplier])
+        return step_event(min(1.0, rate * bands), [noise_multiplier])
 
     sigma = arguments.noise_multiplier
     if steps is None:
@@ -93,7 +98,7 @@ def account(arguments: AccountArguments) -> dict[str, Any]:
             )
         steps = longest(lambda steps: composed([(one, -(-steps // bands))]), target, delta, accountant)
     others = schedule != CONSTANT or arguments.individual.name != "none"
-    bands_to_try(bands, steps, rate, arguments.sampling, others)
+    widths = bands_to_try(arguments.bands, steps, rate, arguments.sampling, others)
     counts = factor_counts(schedule, steps, steps, rate)
 
     def event(noise_multiplier: float) -> DpEvent:
@@ -105,7 +110,11 @@ def account(arguments: AccountArguments) -> dict[str, Any]:
         whole = max((group.pop("event") for group in groups["groups"]), key=lambda e: epsilon(e, delta))
     elif sigma is None:
         assert target is not None
-        sigma = calibrate(event, target, delta, accountant)
+        found_noise = []
+        for bands in widths:
+            sigma = calibrate(event, target, delta, accountant)
+            found_noise.append((sigma * np.linalg.norm(noise_added_up(bands, steps)), sigma, bands))
+        _, sigma, bands = min(found_noise)
     if not groups:
         whole = event(sigma)
     found = attack(whole)

@@ -111,6 +111,11 @@ def values(**changes):
             },
             "accountant.allow_clt=true",
         ),
+        ({"bands": "0"}, "neither auto nor a whole number"),
+        ({"bands": "11"}, "take at most 10"),
+        ({"bands": "auto"}, "give target_epsilon=…, and steps=…"),
+        ({"bands": "auto", "steps": None, "target_epsilon": 1.0}, "give target_epsilon=…, and steps=…"),
+        ({"bands": "2", "sampling": "fixed"}, "needs Poisson batches"),
         ({"individual": IndividualConfig(epsilons=[1.0, 2.0])}, r"individual\.epsilons is of groups"),
         ({"individual": IndividualConfig(shares=[0.5, 0.5])}, r"individual\.shares is of groups"),
     ],
@@ -265,6 +270,26 @@ def test_how_long_a_budget_lasts(name):
     assert text in as_text(result)
     # one step spends more
     assert account(arguments(noise_multiplier=0.1, target_epsilon=2.0, steps=None))["steps"] == 0
+
+
+def test_correlated_noise_is_that_of_training():
+    sizes = {"num_examples": 1000, "expected_batch_size": 20, "steps": 60, "delta": 1e-5, "epsilon": 8.0}
+    alone, plan = make_plan(**sizes), make_plan(**sizes, bands="auto")
+    asked = {"noise_multiplier": None, "target_epsilon": 8.0, "steps": 60}
+    result = account(values(**asked, bands="auto"))
+    assert result["bands"] == plan.bands > 1
+    assert result["noise_multiplier"] == plan.noise_multiplier
+    assert result["epsilon"]["pld"] == plan.epsilon(accountant="pld")
+    ratio = plan.noise_in_weights() / alone.noise_in_weights()
+    assert result["added_up"] == pytest.approx(ratio, rel=1e-3)
+    assert f"bands             {plan.bands}: noise adds up to {result['added_up']:.3g} of" in as_text(result)
+    assert account(values(**asked, bands=str(plan.bands))) == result
+    longest = account(
+        values(bands="4", target_epsilon=8.0, steps=None, noise_multiplier=plan.noise_multiplier)
+    )
+    # no step more, and what the last b steps cost is paid for with the first of them
+    assert longest["steps"] % 4 == 0
+    assert "bands" not in account(values())
 
 
 def test_a_grid_shows_what_each_of_its_jobs_found(tmp_path):

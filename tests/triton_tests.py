@@ -24,7 +24,9 @@ def interpret(program: str) -> None:
         import triton
 
         if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9):
-            pytest.skip(f"the interpreter of Triton {triton.__version__} fails with this NumPy, whatever it runs")
+            pytest.skip(
+                f"the interpreter of Triton {triton.__version__} fails with this NumPy, whatever it runs"
+            )
     assert done.returncode == 0, done.stderr[-2000:]
     assert "agreed" in done.stdout
 
