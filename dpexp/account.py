@@ -72,7 +72,8 @@ def account(arguments: AccountArguments) -> dict[str, Any]:
     bands = check_bands(arguments.bands) or 1
     if arguments.bands == "auto" and (target is None or steps is None):
         raise UserError(
-            "bands=auto looks for the least noise at an epsilon, in a number of steps: give target_epsilon=…, and steps=… or epochs=…"
+            "bands=auto looks for the least noise at an epsilon, in a number of steps: give target_epsilon=…, and steps=… "
+            "or epochs=…"
         )
     schedule = Schedule.of(asdict(arguments.schedule))
     if schedule.adaptive:
