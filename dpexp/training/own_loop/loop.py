@@ -122,8 +122,8 @@ class OwnLoop:
                     if self.steps.piece is not None:
                         raise UserError(
                             "engine.step(losses) was not called for the last batch: call it once for every batch, and before the "
-                            "next one is read (no loader that reads ahead, as Lightning's Trainer does without a length). Leave out "
-                            "no batch: an example whose loss is NaN or infinite adds nothing"
+                            "next one is read (no loader that reads ahead, as Lightning's Trainer does without a length). Leave "
+                            "out no batch: an example whose loss is NaN or infinite adds nothing"
                         )
         finally:
             if self._present is present:

@@ -35,7 +35,7 @@ ESCAPES = {"tolist"}
 LEAVING = {"numpy", "__array__", "__dlpack__", "untyped_storage", "storage"}
 # and these make tensors of what is none
 COMING = {"tensor", "as_tensor", "asarray"}
-# a mask of dropout is one number for each entry
+# what they return was drawn, or scaled by what was
 DRAWING = {
     "rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "normal", "normal_", "uniform_", "random_",
     "bernoulli", "bernoulli_", "multinomial", "binomial", "poisson", "exponential_", "geometric_", "log_normal_", "cauchy_",
