@@ -48,6 +48,12 @@ def rehearsing(engine: Any, batch: Any) -> Tensor:
     return losses_of(engine, batch) + rehearsal
 
 
+def with_dropout_on_public_rows(engine: Any, batch: Any) -> Tensor:
+    with engine.public():
+        rehearsal = nn.functional.dropout(engine.model(PUBLIC[:5]), 0.5).square().mean()
+    return losses_of(engine, batch) + rehearsal
+
+
 class Counting:
     """A factor that falls with each physical batch."""
 
@@ -94,6 +100,7 @@ SHARED: dict[str, Callable[[], Callable[[Any, Any], Tensor]]] = {
     "dropout of columns": lambda: by(lambda x: x * nn.functional.dropout(torch.ones(1, 10), 0.5)),
     "a projection": lambda: by(lambda x: x @ torch.randn(10, 10)),
     "public rows": lambda: rehearsing,
+    "dropout on public rows": lambda: with_dropout_on_public_rows,
     "a counter": Counting,
     "a mean of losses": Averaging,
     "a teacher": Taught,

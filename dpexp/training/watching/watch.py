@@ -59,8 +59,8 @@ UNSEEN = (
 BESIDE = (
     "the loop makes something else of one physical batch than of another one of the same step: {what} has changed (a coin, a "
     "place, a size or a level of noise that is drawn for the whole batch; a factor, a mean or a teacher that follows each batch; "
-    "public rows that move on). With one example more, others move into the next physical batch, and the sum by more than one "
-    "example may: no noise is for that. Draw for each example, torch.rand(len(x)), or once for all of a step, "
+    "public rows that move on, or dropout on them). With one example more, others move into the next physical batch, and the sum "
+    "by more than one example may: no noise is for that. Draw for each example, torch.rand(len(x)), or once for all of a step, "
     "random.Random(engine.steps_taken).random(); let what moves on do so where engine.step(losses) returns True; or give a "
     "physical batch size that holds every sample, with room to spare"
 )
