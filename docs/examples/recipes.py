@@ -182,6 +182,16 @@ def adversarial_examples(folder):
     return engine
 
 
+def random_augmentation(folder):
+    engine = prepare(folder, network())
+    for features, labels in engine.batches():
+        flipped = torch.rand(len(features), 1) < 0.5  # a coin for each example, not one for the batch
+        level = torch.rand(len(features), 1)  # of noise, as in diffusion
+        features = torch.where(flipped, features.flip(1), features) + level * torch.randn_like(features)
+        engine.step(F.cross_entropy(engine.model(features), labels, reduction="none"))
+    return engine
+
+
 def public_rows(folder):
     engine = prepare(folder, network())
     public_features, public_labels = torch.randn(50, 20), torch.randint(2, (50,))

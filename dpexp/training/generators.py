@@ -63,6 +63,34 @@ def states() -> tuple[Any, ...]:
     return states_of_chance(_in_use())
 
 
+class Drawn:
+    """Counts what is drawn from the generators of Python and numpy from now on."""
+
+    def __init__(self) -> None:
+        self._python, self._numpy = random.getstate(), np.random.get_state()
+
+    def count(self, most: int) -> int:
+        """Return how many words of 32 bits each was asked for, together; at most ``most`` of each."""
+        python, numpy = random.Random(), np.random.RandomState()
+        python.setstate(self._python)
+        numpy.set_state(self._numpy)
+        words = 0
+        for now, state, draw in (
+            (random.getstate()[1], lambda: python.getstate()[1], lambda: python.getrandbits(32)),
+            (_place(np.random.get_state()), lambda: _place(numpy.get_state()), lambda: numpy.bytes(4)),
+        ):
+            for _ in range(most):
+                if state() == now:
+                    break
+                draw()
+                words += 1
+        return words
+
+
+def _place(state: Any) -> tuple[bytes, int]:
+    return state[1].tobytes(), state[2]
+
+
 def _in_use() -> torch.device:
     """The accelerator, where somebody has begun to use one; else the CPU."""
     device = torch.accelerator.current_accelerator() or torch.device("cpu")

@@ -102,6 +102,8 @@ class Learner:
         made_same(ranks, self.model)
         # what could not be proven, in words
         self.notes: list[str] = []
+        # what the examples of a batch share of chance in the task, see `Steps.around`
+        self.shared: dict[str, str] = {}
         if plan is not None:
             self._note(learnt_before(self.model, bundle.source, folder))
         self.clipper: AnyClipper | None = None
@@ -132,6 +134,7 @@ class Learner:
             decisions=self.decisions, loss_scale=FP16_LOSS_SCALE if run.runtime.precision == "fp16" else 1.0,
             clip_scales=clip_scales_of(plan, groups), ranks=ranks, search=self.search, public=self._public_rows, data=task,
         )  # fmt: skip
+        self.stepper.around = self.shared
         self.physical_batch_size = self._physical_batch_size()
 
     def _private_side(self, plan: "Plan") -> Release:
@@ -201,7 +204,7 @@ class Learner:
         """
         by_user = self.run.unit.name == "user"
         with nullcontext() if self.clipper is None else self.clipper.elsewhere():
-            note = look_at_task(self.task, self.model, self.run.seed, self.steps, by_user)
+            note = look_at_task(self.task, self.model, self.run.seed, self.steps, by_user, self.shared)
         self._note(note)
         return note is None
 

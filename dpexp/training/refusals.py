@@ -69,18 +69,18 @@ def refuse_counted(counted: str) -> None:
 
 
 def refuse_shared(shared: str) -> None:
-    """Refuse a model with chance that a physical batch shares, where who is in it follows from who was drawn.
+    """Refuse chance that a physical batch shares, where who is in it follows from who was drawn.
 
     Args:
-        shared: what it shares, see `AnyClipper.shared`.
+        shared: what its examples share, see `AnyClipper.shared` and `Steps.around`.
     """
     if shared:
         raise UserError(
-            f"all examples of a physical batch share {shared} (LayerDrop, dropout of positions or of weights, noise on weights). "
-            "One example more moves others into the next physical batch, where chance has it otherwise: the sum moves by more "
-            "than one example may, and no noise is for that. Switch it off (a probability of 0, or eval() of that module), draw "
-            "for each example, or let nobody share: a physical batch size of 1, or, in one process, one that holds every batch "
-            "with room to spare"
+            f"all examples of a physical batch share {shared} (LayerDrop, dropout of positions or of weights, noise on weights, "
+            "a coin for the batch). One example more moves others into the next physical batch, where chance has it otherwise: "
+            "the sum moves by more than one example may, and no noise is for that. Switch it off (a probability of 0, or eval() "
+            "of that module), draw for each example, or let nobody share: a physical batch size of 1, or, in one process, one "
+            "that holds every batch with room to spare"
         )
 
 

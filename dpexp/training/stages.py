@@ -101,7 +101,7 @@ class StageSteps(Steps):
         return not self._left and self._take()
 
     def _take(self) -> bool:
-        told = self.counted, "" if self.settled else self.shared
+        told = self.counted, "" if self.settled else next(iter(self.around.values()), self.shared)
         self.counted = self.shared = ""
         # a stage that ended alone would leave the others waiting
         counted, shared = zip(*self.ranks.gather_for(f"step {self.taken}", told), strict=True)

@@ -133,6 +133,8 @@ class Steps:
         self._drawn: list[np.ndarray] = []
         # whether who goes with whom does not follow from who was drawn
         self.settled = True
+        # what shares chance around the model -> what it shares, in words
+        self.around: dict[str, str] = {}
         # keyed, of all examples of the present step
         self._sample = ""
         self.seeds = Seeds(self.device, key, model, data)
@@ -304,7 +306,7 @@ class Steps:
             report = self.clipper.backward(losses, clip_scales, loss_scale=self.loss_scale)
             refuse_counted(self.clipper.counted)
             if not self.settled:
-                refuse_shared(self.clipper.shared)
+                refuse_shared(next(iter(self.around.values()), self.clipper.shared))
             return report
         if len(losses):
             weight = 0.0 if self._lent else self.loss_scale

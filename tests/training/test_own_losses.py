@@ -17,7 +17,7 @@ from dpexp.privacy.keys import LEDGER
 from dpexp.statement import privacy_block
 from dpexp.training.watching import watch
 from dpexp.training.watching.functions import look_at_task
-from tests.training.tiny import TinyTask, make_trainer, tiny_model, tiny_run
+from tests.training.tiny import TinyTask, make_trainer, run_to_end, tiny_model, tiny_run
 
 
 class Balanced(TinyTask):
@@ -113,6 +113,26 @@ def test_a_training_set_that_makes_an_example_of_several_rows_is_refused() -> No
     with pytest.raises(UserError, match="makes one example of several rows"):
         look_at_task(task, tiny_model(), 0)
     assert look_at_task(task, tiny_model(), 0, by_user=True) is None
+
+
+class Flipped(TinyTask):
+    """One coin for all of a batch."""
+
+    def losses(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        x = batch["x"].flip(-1) if torch.rand(1) < 0.5 else batch["x"]
+        return super().losses(model, {**batch, "x": x})
+
+
+def test_a_coin_that_a_task_tosses_for_a_batch_is_refused_where_a_sample_is_cut(tmp_path: Path) -> None:
+    run = tiny_run(steps=2)
+    run.task.kind = "custom"
+    with pytest.raises(
+        UserError, match=r"share what rand draws, 1 number in Flipped.losses .* physical batch size"
+    ):
+        run_to_end(tmp_path / "pieces", run, task=Flipped())
+    for size in (1, len(Flipped().train)):
+        run.runtime.physical_batch_size = str(size)
+        assert run_to_end(tmp_path / f"{size}", run, task=Flipped()).step == 2
 
 
 @pytest.mark.parametrize("task", [TinyTask, Weighted, Twice])
@@ -372,12 +392,12 @@ class Many(TinyTask):
         return torch.where(found.detach().isfinite(), found, 0 * found) + norm
 
 
-def own_loop(folder: Path, task: TinyTask, model: nn.Module, steps: int = 2) -> PrivacyEngine:
+def own_loop(folder: Path, task: TinyTask, model: nn.Module, steps: int = 2, size: int = 9) -> PrivacyEngine:
     engine = PrivacyEngine(
         model, torch.optim.SGD(model.parameters(), lr=0.1), task.train, folder=folder, batch_size=20, steps=steps,
         noise_multiplier=1.0, delta=1e-3, clip_norm=1.0, noise_seed=3,
     )  # fmt: skip
-    for batch in engine.batches(task.collate, physical_batch_size=9):
+    for batch in engine.batches(task.collate, physical_batch_size=size):
         engine.step(task.losses(model, batch))
     return engine
 
@@ -472,7 +492,8 @@ def test_a_number_that_is_drawn_for_a_batch_may_be_its_size_by_chance(tmp_path) 
             found = super().losses(model, batch)
             return found * (100 + self.calls if self.calls < 5 else len(found)) / 1000
 
-    assert own_loop(tmp_path, Timestep(), tiny_model(), steps=8).finished
+    # in a physical batch for each sample: what is drawn for one of several is refused
+    assert own_loop(tmp_path, Timestep(), tiny_model(), steps=8, size=len(TinyTask().train)).finished
 
 
 BY_THE_BATCH = {

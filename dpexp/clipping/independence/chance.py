@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 UNTAGGED = {"random", "binomial", "sample_dirichlet"}
 INDEXING = {"embedding", "index", "index_select", "gather"}
@@ -156,6 +157,20 @@ class WithoutChance(TorchDispatchMode):
         if isinstance(value, Tensor):
             return result.copy_(value)
         return result if value is None else result.fill_(value)
+
+
+class NotingDraws(TorchDispatchMode):
+    """While active, random operations are noted, and give what they give."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.draws: list[tuple[str, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if _about(func).draws:
+            self.draws.append((_about(func).name, sum(t.numel() for t in tree_leaves(result))))
+        return result
 
 
 class About(NamedTuple):

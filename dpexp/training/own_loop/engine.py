@@ -274,8 +274,9 @@ class PrivacyEngine:
 
     def _look_at_losses(self, losses: Losses, batch: Any, name: str) -> str | None:
         """See `functions.look_at_losses`: what is computed on other batches is not the loop's."""
+        self._steps.around.pop(name, None)
         with self._loop.unwatched():
-            return look_at_losses(losses, self.model, batch, name, padding=not self._fixed_length)
+            return look_at_losses(losses, self.model, batch, name, not self._fixed_length, self._steps.around)
 
     def epsilon(self, accountant: str | None = None) -> float:
         """ε of everything released so far, at the plan's δ, computed from the ledger.

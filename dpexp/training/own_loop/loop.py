@@ -80,7 +80,7 @@ class OwnLoop:
         data = [part for part in parts if isinstance(part, Tensor)]
         self._watch = LossWatch(model, rows_per_example, clipper.notes, data)
         optimizer.outside = self._watch.outside
-        self._collation = Collation(clipper, units.ordered)
+        self._collation = Collation(clipper, units.ordered, steps.around)
         # which of the loops over batches is the present one
         self._present: object = None
 
@@ -122,7 +122,8 @@ class OwnLoop:
                     if self.steps.piece is not None:
                         raise UserError(
                             "engine.step(losses) was not called for the last batch: call it once for every batch, and before the "
-                            "next one is read (no loader that reads ahead, as Lightning's Trainer does without a length)"
+                            "next one is read (no loader that reads ahead, as Lightning's Trainer does without a length). Leave "
+                            "out no batch: an example whose loss is NaN or infinite adds nothing"
                         )
         finally:
             if self._present is present:
@@ -145,8 +146,10 @@ class OwnLoop:
             self._gradients.look()
             self._unmoved.forget()
         made = collate_fn, examples, count, batch
-        self._watch.begin(batch, count, partial(example_axes, *made), partial(padding_of, *made))
+        # before the watch notes where the generators stand
         self.steps.seeds.made()
+        step = self.steps.taken, self.steps.attempt
+        self._watch.begin(batch, count, partial(example_axes, *made), partial(padding_of, *made), step)
         self._served = False
         return batch
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
 from dpexp.clipping import Clipper
+from dpexp.clipping.independence.chance import NotingDraws
 from dpexp.errors import UserError
 from dpexp.training import generators
 from dpexp.training.watching.collated import Part, Parts
@@ -41,6 +43,8 @@ READ_TOGETHER = (
     "when others are read with it. An example would then move more than its own clipped gradient. " + _APART
 )
 
+SHARED = "what collate_fn, or a transform of several rows, draws once for the batch"
+
 Collate = Callable[[list[Any]], Any]
 Read = Callable[[list[int]], list[Any]]
 
@@ -51,10 +55,11 @@ class Collation:
     Args:
         clipper: is told what texts are padded with.
         ordered: whether it matters which row stands where.
+        shared: is told, under "collate_fn", what the examples of a batch share of chance, in words, if they do.
     """
 
-    def __init__(self, clipper: Clipper, ordered: bool):
-        self.clipper, self.ordered = clipper, ordered
+    def __init__(self, clipper: Clipper, ordered: bool, shared: dict[str, str]):
+        self.clipper, self.ordered, self.shared = clipper, ordered, shared
         self._known: Collate | None = None
 
     def knows(self, collate_fn: Collate) -> bool:
@@ -82,8 +87,9 @@ class Collation:
         """
         if self.knows(collate_fn):
             return _batch_of(collate_fn, examples)
+        self.shared.pop("collate_fn", None)
         refuse_mixing(collate_fn, examples, len(examples) // units)
-        refuse_company(collate_fn, examples, len(examples) // units, read)
+        refuse_company(collate_fn, examples, len(examples) // units, read, self.shared)
         batch = _batch_of(collate_fn, examples)
         if (token := padding_token(collate_fn, examples, batch)) is not None:
             self.clipper.pads_with(token)
@@ -166,7 +172,11 @@ def refuse_mixing(collate_fn: Collate, examples: Sequence[Any], rows_per_unit: i
 
 
 def refuse_company(
-    collate_fn: Collate, examples: Sequence[Any], rows_per_unit: int = 1, read: Read | None = None
+    collate_fn: Collate,
+    examples: Sequence[Any],
+    rows_per_unit: int = 1,
+    read: Read | None = None,
+    shared: dict[str, str] | None = None,
 ) -> None:
     """Collate a few examples twice, by the same random numbers: as they are, and with others of the batch instead of some.
 
@@ -175,6 +185,7 @@ def refuse_company(
     Args:
         collate_fn, examples, rows_per_unit: see `refuse_mixing`.
         read: see `Collation.of`.
+        shared: see `Collation`.
 
     Raises:
         UserError: a row of the batch depends on several examples.
@@ -198,6 +209,10 @@ def refuse_company(
             without = _leaving_one_out(lambda kept: _seeded(make, kept, 0), here)
             parts = Parts(units * rows_per_unit, without, rows_per_unit)
             kept = [[_drawn(make, here, seed) for _ in range(2)] for seed in range(2 if draws else 1)]
+            if draws and shared is not None and _draws_for_all(make, here):
+                drawn, anew = (parts.of(batch) for (batch, _), _ in kept)
+                if not all(map(Part.equals, drawn, anew)):
+                    shared["collate_fn"] = SHARED
             for seed, alone in itertools.product(range(len(kept)), here):
                 if (other := _stand_in(alone, kinds, draws)) is None:
                     continue
@@ -240,6 +255,17 @@ def _sizes(rows: Any) -> Any:
 def _drawn(make: Collate, chosen: list[int], seed: int) -> tuple[Any, Any]:
     """A batch, and where the random generators are then."""
     return _seeded(make, chosen, seed), generators.states()
+
+
+def _draws_for_all(make: Collate, chosen: list[int]) -> bool:
+    """Whether as much is drawn for these as for one of them alone."""
+
+    def drawn(chosen: list[int], seed: int) -> Any:
+        with NotingDraws() as noting:
+            _seeded(make, chosen, seed)
+        return noting.draws, random.random(), np.random.random_sample()
+
+    return all(drawn(chosen, seed) == drawn(chosen[:1], seed) for seed in range(2))
 
 
 def _leaving_one_out(make: Collate, unit: Sequence[int]) -> list[Any]:

@@ -44,6 +44,7 @@ def look_at_losses(
     batch: Any,
     name: str,
     padding: bool,
+    shared: dict[str, str] | None = None,
 ) -> str | None:
     """Compute losses again, without gradients and without chance, on other batches of the same rows.
 
@@ -53,6 +54,7 @@ def look_at_losses(
         batch: on the model's device; its tensors begin with the batch.
         name: of the function, for a refusal.
         padding: whether to compute them with more padding too, where the batch says what that is.
+        shared: is told, under this name, what the examples share of chance, in words, if they do.
 
     Returns:
         Why nothing could be compared, in words; None where it could.
@@ -70,11 +72,18 @@ def look_at_losses(
         look.run(padding)
     except UserError as error:
         raise UserError(f"{name}: {error}") from None
+    if shared is not None and look.shared:
+        shared[name] = f"{look.shared} in {name}"
     return None if look.compared else f"{name} was not looked at: {look.failure}"
 
 
 def look_at_task(
-    task: Task, model: nn.Module, seed: int, steps: int = 1, by_user: bool = False
+    task: Task,
+    model: nn.Module,
+    seed: int,
+    steps: int = 1,
+    by_user: bool = False,
+    shared: dict[str, str] | None = None,
 ) -> str | None:
     """Look at the batch, the augmentation and the losses of some examples; see `refuse_mixing` and `look_at_losses`.
 
@@ -87,6 +96,7 @@ def look_at_task(
         steps: of the training. An augmentation may begin late: it is looked at in the first step, the last one, and now
             and then.
         by_user: users are protected, and rows of one may meet in an example: which these are is not looked at then.
+        shared: see `look_at_losses`.
     """
     if not by_user:
         refuse_other_rows(task.train)
@@ -99,16 +109,22 @@ def look_at_task(
         return f"{name} was not looked at: fewer than two examples"
     rows = [source[i] for i in range(count)]
     with _reading_own_rows(task, count):
-        return _look_at_rows(task, model, rows, seed, list(looked_at), name)
+        return _look_at_rows(task, model, rows, seed, list(looked_at), name, shared)
 
 
 def _look_at_rows(
-    task: Task, model: nn.Module, rows: list[Any], seed: int, steps: list[int], name: str
+    task: Task,
+    model: nn.Module,
+    rows: list[Any],
+    seed: int,
+    steps: list[int],
+    name: str,
+    shared: dict[str, str] | None,
 ) -> str | None:
     """Look at these examples, augmented as in these steps."""
     count = len(rows)
     refuse_mixing(task.collate, rows)
-    refuse_company(task.collate, rows)
+    refuse_company(task.collate, rows, shared=shared)
     here = next(model.parameters()).device
     collated: Any = task.collate(rows)
     if not isinstance(collated, Mapping):
@@ -119,9 +135,8 @@ def _look_at_rows(
     # the numbers of the examples, by which an augmentation may go, move with their rows
     batch[ROW_NUMBERS] = torch.arange(count, device=here)
     for step in steps:
-        note = look_at_losses(
-            _augmented_losses(task, seed, step), model, batch, name, padding=task.pad_to is None
-        )
+        losses = _augmented_losses(task, seed, step)
+        note = look_at_losses(losses, model, batch, name, padding=task.pad_to is None, shared=shared)
         if note is not None:
             return note
     return None

@@ -35,6 +35,12 @@ ESCAPES = {"tolist"}
 LEAVING = {"numpy", "__array__", "__dlpack__", "untyped_storage", "storage"}
 # and these make tensors of what is none
 COMING = {"tensor", "as_tensor", "asarray"}
+# what they return was drawn, or scaled by what was
+DRAWING = {
+    "rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "normal", "normal_", "uniform_", "random_",
+    "bernoulli", "bernoulli_", "multinomial", "binomial", "poisson", "exponential_", "geometric_", "log_normal_", "cauchy_",
+    "_standard_gamma", "_sample_dirichlet", "dropout", "dropout_", "feature_dropout", "alpha_dropout", "feature_alpha_dropout",
+}  # fmt: skip
 # given[0].data = given[1]
 SETTING = Tensor.data.__set__  # type: ignore[attr-defined]
 DIFFERENTIATING = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
@@ -178,6 +184,8 @@ class Line:
     # see `memory.Piece`: memory that it has written over, and what it has read of its first argument
     filled: Sequence[Any] = ()
     read: Sequence[Any] = ()
+    # whether rows of all examples went in together, and came out
+    together: bool = False
 
     @cached_property
     def slots(self) -> list[int]:

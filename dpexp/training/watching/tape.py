@@ -104,6 +104,7 @@ class Tape:
         untold: number -> why nobody can say which dimension is the batch.
         entries: number -> whose entry of a list it is.
         old: numbers of what earlier batches have left behind.
+        beside: numbers of what is held and has nothing to do with any batch, as far as is known.
         memory: what is written to and was made by nothing that is written down.
         table: which function has made a table of examples by examples, in words.
         unsure: numbers of what has rows neither in front nor where somebody has said. A number of features may equal that of the
@@ -121,6 +122,7 @@ class Tape:
         self.untold: dict[int, str] = {}
         self.entries: dict[int, int] = {}
         self.old: set[int] = set()
+        self.beside: set[int] = set()
         self.unsure: set[int] = set()
         self.table = ""
         self._count = self._bytes = 0
@@ -168,8 +170,8 @@ class Tape:
         grad = torch.is_grad_enabled()
         return Line(call.func, slots, [], autocast, grad, counted, repeats, targets, kept, filled, read)
 
-    def add(self, line: Line, made: list[Tensor]) -> None:
-        """Write down a call that was made, and what it returned.
+    def add(self, line: Line, given: list[Tensor], made: list[Tensor]) -> None:
+        """Write down a call that was made, what it was given, and what it returned.
 
         Raises:
             UntoldError: there are too many.
@@ -192,6 +194,7 @@ class Tape:
         if "out" in line.given[1]:
             # as long as it is now
             line.filled = self.memory.filled_as_out(made)
+        line.together = self._is_batch(made) and self._is_batch(given)
         self.lines.append(line)
         if len(self.lines) > LONGEST:
             raise UntoldError(f"the loop calls more than {LONGEST} functions")
@@ -300,7 +303,17 @@ class Tape:
                 self.old.add(self._count)
             else:
                 self.note_arrival(tensor)
+                if tensor not in self._known.private:
+                    self.beside.add(self._count)
         return self.numbers[tensor]
+
+    def _is_batch(self, tensors: list[Tensor]) -> bool:
+        """Whether one of these begins with rows of all examples."""
+        return any(
+            tensor in self._known.private and place.axis == 0
+            for tensor in tensors
+            for place in self._rows.fits(tensor)
+        )
 
     def _is_public(self, tensor: Tensor) -> bool:
         return tensor not in self._known.private and not self._known.is_old(tensor)

@@ -20,10 +20,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from dpexp.clipping.tapping.forwards import tensors_in
 from dpexp.errors import UntoldError, UserError, without_data
+from dpexp.training.generators import Drawn
 from dpexp.training.watching.aliases import Aliases
 from dpexp.training.watching.lines import (
     COMING,
     DIFFERENTIATING,
+    DRAWING,
     ESCAPES,
     LEAVING,
     PLAIN,
@@ -77,6 +79,8 @@ class Trace(TorchFunctionMode):
         opaque: whether the loop has made something of the batch of which nobody says in which order its rows are.
         known: what its tensors hold.
         drawn_by: generators that were asked by name, for as many rows as it has.
+        drawn, chance: how many random numbers the loop has taken from torch; and what counts those of Python and numpy.
+        shapes: of the tensors of the batch.
         tape: what was written down.
         watching: whether it does so now.
         public: whether the loop says of what enters the model now that it is public.
@@ -100,6 +104,7 @@ class Trace(TorchFunctionMode):
         self.padding = padding
         self.felt: set[int] = set()
         self.drawn_by: list[torch.Generator] = []
+        self.drawn, self.chance = 0, Drawn()
         self.model, self.examples, self.turn = model, examples, turn
         # which dimensions may be the batch
         self.rows = Places(examples, rows_per_example, axes)
@@ -121,6 +126,7 @@ class Trace(TorchFunctionMode):
         self._inside = 0
         self._of_batch, self._old_inside = True, False
         self._open = ExitStack()
+        self.shapes = [tensor.shape for tensor in tensors_in(batch)]
         self._have_rows(tensors_in(batch))
         self._batch = WeakIdKeyDictionary(dict.fromkeys(tensors_in(batch)))
         self.known.listed.update(dict(entries(batch, examples, self.sizes.times)))
@@ -306,7 +312,7 @@ class Trace(TorchFunctionMode):
                 self._hear_of_all(result, call)
             self._have_rows(t for t in made if t not in self.known.told)
         elif line is not None:
-            self._tried(self.tape.add, line, made)
+            self._tried(self.tape.add, line, given, made)
         elif func == SETTING:
             self._tried(self.tape.take_over, *given)
         elif any(version_of(t) != v for t, v in zip(given, before, strict=True)) or call.name in ESCAPES:
@@ -317,7 +323,7 @@ class Trace(TorchFunctionMode):
             if line is not None and call.name == "mean" and made[0].numel():
                 elements = Number(given[0].numel() // made[0].numel())
                 self.sizes.note(len(self.tape.lines), "mean", elements, averaged=True)
-            self._tried(self.tape.add, line, made)
+            self._tried(self.tape.add, line, given, made)
         for tensor in made:
             if tensor in self.known.private:
                 self._aliases.add(tensor)
@@ -343,6 +349,8 @@ class Trace(TorchFunctionMode):
         result, generator = call.make(), call.kwargs.get("generator")
         if isinstance(generator, torch.Generator) and any(self.rows.fits(t) for t in tensors_of(result)):
             self.drawn_by.append(generator)
+        if call.name in DRAWING and not self._inside:
+            self.drawn += sum(t.numel() for t in tensors_of(result))
         return result
 
     def _made_within(self, call: Call) -> Any:

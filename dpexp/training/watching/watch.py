@@ -17,6 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from dpexp.clipping.survey.layouts import due
 from dpexp.errors import UserError
+from dpexp.training.watching.beside import Beside
 from dpexp.training.watching.lines import Marks
 from dpexp.training.watching.messages import UNUSED
 from dpexp.training.watching.padded import Padding
@@ -55,6 +56,14 @@ UNSEEN = (
     "the loop makes something of its batch by other means than torch's functions in its own thread (numpy, torch.jit, C++), and "
     "nobody sees whether examples are mixed there: compute with torch, or in the data set, each example by itself"
 )
+BESIDE = (
+    "the loop makes something else of one physical batch than of another one of the same step: {what} has changed (a coin, a "
+    "place, a size or a level of noise that is drawn for the whole batch; a factor, a mean or a teacher that follows each batch; "
+    "public rows that move on, or dropout on them). With one example more, others move into the next physical batch, and the sum "
+    "by more than one example may: no noise is for that. Draw for each example, torch.rand(len(x)), or once for all of a step, "
+    "random.Random(engine.steps_taken).random(); let what moves on do so where engine.step(losses) returns True; or give a "
+    "physical batch size that holds every sample, with room to spare"
+)
 
 
 class LossWatch:
@@ -89,6 +98,9 @@ class LossWatch:
         self._trace: Trace | None = None
         # batches, by their size, in which examples seemed to be mixed, though rows may have been taken for what they are not
         self._doubted: set[int] = set()
+        # what stood beside batches of the present step
+        self._step: Hashable = None
+        self._beside: list[Beside] = []
         # what was found in this batch
         self._refused: UserError | None = None
         # of the batch that was watched last, and of those before it: their tensors, and what was made of them
@@ -98,7 +110,8 @@ class LossWatch:
         """Note that another loop begins; return whether its first batches are watched, whatever earlier ones have told."""
         if self._looped >= EPOCH:
             self._afresh = AFRESH
-        self._looped = 0
+        # which begins a step again that was cut off, maybe with other settings
+        self._looped, self._step = 0, None
         return self._afresh > 0
 
     def begin(
@@ -107,8 +120,9 @@ class LossWatch:
         examples: int,
         axes: Callable[[], WeakIdKeyDictionary],
         padding: Callable[[], Padding],
+        step: Hashable,
     ) -> None:
-        """Watch what is done with a batch from here on, if it is time to; ``axes``, ``padding``: see `Trace`."""
+        """Watch what is done with a batch of a step from here on, if it is time to; ``axes``, ``padding``: see `Trace`."""
         self.end()
         self._batches += 1
         self._looped += 1
@@ -133,6 +147,8 @@ class LossWatch:
                 self._batches,
             )
             self._last = self._trace.known.private
+            if step != self._step:
+                self._step, self._beside = step, []
             self._trace.begin()
 
     def end(self) -> None:
@@ -193,6 +209,7 @@ class LossWatch:
             # losses that were made while nobody watched, as after a refusal, tell nothing
             if not trace.used and (losses in trace.tape.numbers or losses in trace.known.rowed):
                 raise UserError(UNUSED)
+            beside = Beside.of(trace, losses)
             told = self._told_by(trace, losses)
             for spot, others in trace.sizes.unlike.items():
                 self._unlike[spot] = self._unlike.get(spot, set()) | others
@@ -203,6 +220,8 @@ class LossWatch:
             self._felt |= trace.felt
             if len(self._felt) > 1:
                 raise UserError(PADDED.format(lengths=", then ".join(map(str, sorted(self._felt)))))
+            if trace.examples > 1:
+                self._refuse_unlike(beside)
         except UserError as error:
             self._refused, self._trace = error, None
             raise
@@ -211,7 +230,7 @@ class LossWatch:
             return
         self._told += told
         # what equals a number of the batch may be a constant: another batch tells
-        sure = self._told >= TOLD and told and not trace.sizes.scaled and not trace.felt
+        sure = self._told >= TOLD and told and not (trace.sizes.scaled or trace.felt or beside.few)
         self._tried = PATIENCE if sure else tried + 1
         if not told and (trace.lasting or self._tried == PATIENCE):
             self._note(NOTE.format(why=trace.failure or "nothing in them goes by the rows of the batch"))
@@ -220,6 +239,12 @@ class LossWatch:
         if note not in self.notes:
             self.notes.append(note)
             log.warning(note)
+
+    def _refuse_unlike(self, beside: Beside) -> None:
+        """Refuse what stands beside this batch, and not beside others of its step."""
+        if what := next(filter(None, map(beside.unlike, self._beside)), ""):
+            raise UserError(BESIDE.format(what=what))
+        self._beside.append(beside)
 
     def _told_by(self, trace: Trace, losses: Tensor) -> bool | None:
         """Whether a batch has told that its examples are kept apart; None where a batch of another size is to say so.
