@@ -35,6 +35,8 @@ from dpexp.privacy.noise import KeyedGenerator, draw_whole, put_on_grid_
 
 # bits behind the point: with them, products and sums of whole numbers below 2^45 are exact in float64, on every device
 _BITS = 8
+# numbers that stay in a CPU's cache
+_BLOCK = 1 << 15
 
 
 def coefficients(bands: int) -> tuple[float, ...]:
@@ -72,8 +74,8 @@ def noise_added_up(bands: int, steps: int) -> NDArray[np.float64]:
 class CorrelatedNoise:
     """The noise of a run, one step after the other.
 
-    What it must know of earlier steps, 8·(b - 1) bytes for each number that is released, is in no checkpoint: it is drawn
-    again from the run's key.
+    What it must know of earlier steps, with the present one 8·b bytes for each number that is released, is in no checkpoint: it
+    is drawn again from the run's key.
 
     Args:
         bands: b, 2 or more.
@@ -84,8 +86,9 @@ class CorrelatedNoise:
         self.coefficients, self._generator = coefficients(bands), generator
         # of each step so far, the attempt whose noise was applied
         self.attempts: list[int] = []
-        # m_{t-1}, m_{t-2}, …; `_ahead`: t
+        # m_{t-1}, m_{t-2}, …; memory of one that is needed no more; t
         self._earlier: deque[list[Tensor]] = deque(maxlen=bands - 1)
+        self._spare: list[Tensor] | None = None
         self._ahead = 0
 
     @torch.no_grad()
@@ -106,12 +109,15 @@ class CorrelatedNoise:
 
     def _draw(self, tensors: Sequence[Tensor], step: int, attempt: int) -> list[Tensor]:
         """m of the next step."""
-        drawn = draw_whole(tensors, self._generator(step, attempt))
-        for number, fresh in enumerate(drawn):
-            taken_back = torch.zeros_like(fresh)
-            for factor, earlier in zip(self.coefficients[1:], self._earlier, strict=False):
-                taken_back.add_(earlier[number], alpha=factor)
-            fresh.sub_(taken_back.round_())
+        drawn = draw_whole(tensors, self._generator(step, attempt), self._spare)
+        for fresh, *earlier in zip(drawn, *self._earlier, strict=True):
+            size = _BLOCK if fresh.device.type == "cpu" else max(1, fresh.numel())
+            for now, *before in zip(*(m.view(-1).split(size) for m in (fresh, *earlier)), strict=True):
+                taken_back = torch.zeros_like(now)
+                for factor, m in zip(self.coefficients[1:], before, strict=False):
+                    taken_back.add_(m, alpha=factor)
+                now.sub_(taken_back.round_())
+        self._spare = self._earlier[-1] if len(self._earlier) == self._earlier.maxlen else None
         self._earlier.appendleft(drawn)
         self._ahead = step + 1
         return drawn

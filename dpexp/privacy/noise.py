@@ -40,7 +40,7 @@ _STDS = (1e-250, 1e250)
 # Elements whose noise is drawn together, a multiple of `staircase.GROUP`; on a GPU more, to keep it busy.
 _BATCH, _GPU_BATCH = 1 << 19, 1 << 22
 _EXACT_BATCH = 1 << 18
-_CAST_BLOCK = 1 << 20
+_CAST_BLOCK, _PUT_BLOCK = 1 << 20, 1 << 16
 # numbers that are compared before the kernels are trusted: those of a bad compiler differed in one of 150
 _COMPARED = 1 << 14
 _POOL_BLOCKS = 1 << 13
@@ -114,15 +114,24 @@ def add_gaussian_(
 
 
 def draw_whole(
-    tensors: Sequence[Tensor], generator: torch.Generator | KeyedGenerator | None = None
+    tensors: Sequence[Tensor],
+    generator: torch.Generator | KeyedGenerator | None = None,
+    out: Sequence[Tensor] | None = None,
 ) -> list[Tensor]:
     """Draw the whole numbers that `add_gaussian_` would add to these tensors: they follow the discrete Gaussian of 2^40.
+
+    Args:
+        tensors, generator: see `add_gaussian_`.
+        out: what an earlier call has returned, whose memory is used again.
 
     Returns:
         float64, one for each tensor, of its shape; of a DTensor for the part that lies here.
     """
     parts = _locals(tensors, generator)
-    drawn = [torch.zeros(part.shape, dtype=torch.float64, device=part.device) for part, _ in parts]
+    if out is None:
+        drawn = [torch.zeros(part.shape, dtype=torch.float64, device=part.device) for part, _ in parts]
+    else:
+        drawn = [before.zero_() for before in out]
     places = (place for _, place in parts)
     _draw_onto(list(zip(drawn, places, strict=True)), [1.0] * len(drawn), generator)
     return drawn
@@ -140,9 +149,7 @@ def put_on_grid_(tensors: Sequence[Tensor], stds: Sequence[float], noise: Sequen
         part, _ = _local(tensor, index)
         if sigma == 0 or not part.numel():
             continue
-        flat = [
-            each.view(-1).split(_CAST_BLOCK) if part.is_contiguous() else [each] for each in (part, whole)
-        ]
+        flat = [each.view(-1).split(_PUT_BLOCK) if part.is_contiguous() else [each] for each in (part, whole)]
         for block, numbers in zip(*flat, strict=True):
             _put(block, _grid(sigma), numbers)
 
