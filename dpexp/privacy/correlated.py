@@ -4,11 +4,11 @@ A banded matrix factorisation (Choquette-Choo et al. 2023, "(Amplified) Banded M
 matrix C of b bands, what is private is y = C·s + z for the clipped sums s of all steps and independent noise z, and a step
 releases its part of C⁻¹·y = s + C⁻¹·z, a function of y. Weights are prefix sums of what is released, and the noise in those is
 smaller than that of independent steps. C has the same numbers 1, c_1, …, c_{b-1} in every column, those of the square root of the
-prefix sum cut off after b of them (Kalinin and Lampert 2024, "Banded Square Root Matrix Factorization"), close to the
-best b-banded matrix. They are rounded to 1/256, and the sensitivity is that of the rounded ones.
+prefix sum, cut off after b of them (Kalinin and Lampert 2024, "Banded Square Root Matrix Factorization"): close to the best ones,
+in closed form. They are rounded to 1/256, and the sensitivity is that of the rounded ones.
 
-An example that takes part in step t moves y in the steps t to t + b - 1, by its gradient times 1, c_1, …: by C·(1 + Σ c_i²)^½ in
-all. The noise z is larger by this factor. So that no example moves the same y twice, the examples are dealt into b parts, and
+An example that takes part in step t moves y in the steps t to t + b - 1, by its clipped gradient times 1, c_1, …: (1 + Σ c_i²)^½
+times as far as it moves the sum of step t. The noise z is larger by this factor. So that no example moves the same y twice, the examples are dealt into b parts, and
 step t draws from part t mod b alone (`sampling.CyclicSampler`).
 
 *On the grid* (`dpexp.privacy.noise`) all of it is done in whole numbers: with ŝ_t, the rounded sum, and n_t of the discrete
