@@ -8,8 +8,8 @@ prefix sum, cut off after b of them (Kalinin and Lampert 2024, "Banded Square Ro
 in closed form. They are rounded to 1/256, and the sensitivity is that of the rounded ones.
 
 An example that takes part in step t moves y in the steps t to t + b - 1, by its clipped gradient times 1, c_1, …: (1 + Σ c_i²)^½
-times as far as it moves the sum of step t. The noise z is larger by this factor. So that no example moves the same y twice, the examples are dealt into b parts, and
-step t draws from part t mod b alone (`sampling.CyclicSampler`).
+times as far as it moves the sum of step t. The noise z is larger by this factor. So that no example moves the same y twice, the
+examples are dealt into b parts, and step t draws from part t mod b alone (`sampling.CyclicSampler`).
 
 *On the grid* (`dpexp.privacy.noise`) all of it is done in whole numbers: with ŝ_t, the rounded sum, and n_t of the discrete
 Gaussian, a step releases r_t = ŝ_t + m_t, where m_t = n_t - round(Σ_i c_i·m_{t-i}). So n_t = r_t - ŝ_t + round(Σ_i c_i·(r_{t-i} -
