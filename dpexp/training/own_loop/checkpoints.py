@@ -14,8 +14,12 @@ from dpexp.errors import UserError
 from dpexp.parallel import Ranks
 from dpexp.privacy.ledger import Ledger
 from dpexp.training import state
+from dpexp.training.own_loop.keeping import Kept
 from dpexp.training.steps import Steps
 from dpexp.training.watching.guards import GuardedOptimizer
+
+KEPT = "keep"
+"""The part of a checkpoint that is the loop's own, see `Kept`."""
 
 
 def give_own_memory(model: nn.Module) -> None:
@@ -55,7 +59,7 @@ class Checkpoints:
     Args:
         folder: where they lie, unless another one is given.
         identity: of the run, see `identity.recognise`.
-        model, optimizer, policy, steps: what has a state.
+        model, optimizer, policy, steps, kept: what has a state.
         ledger: on which it rests.
         ranks: the processes that train together.
     """
@@ -68,12 +72,14 @@ class Checkpoints:
         optimizer: GuardedOptimizer,
         policy: FixedThresholds,
         steps: Steps,
+        kept: Kept,
         ledger: Ledger,
         ranks: Ranks,
     ):
         self.folder, self.identity = folder, identity
         self.model, self.optimizer, self.policy = model, optimizer, policy
         self.steps, self.ledger, self.ranks = steps, ledger, ranks
+        self._parts = optimizer.parts | ({KEPT: kept} if kept.objects else {})
 
     def save(self, folder: str | Path | None, ranks: Ranks) -> None:
         """Write one; these ranks do it together."""
@@ -87,7 +93,7 @@ class Checkpoints:
             model=state.model_state(self.model),
             optimizer=self.optimizer.optimizer.state_dict(),
             signature=self.identity,
-            **state.resting_on(self.policy, self.ledger, self.optimizer.parts),
+            **state.resting_on(self.policy, self.ledger, self._parts),
         )
         with state.disk_errors(folder):
             state.save_together(folder, checkpoint, ranks)
@@ -104,7 +110,7 @@ class Checkpoints:
         checkpoint = state.read_together(folder, self.identity, self.ranks, self.model, optimizer)
         if checkpoint is None:
             raise UserError(f"there is no checkpoint in {folder}")
-        state.put_back(checkpoint, self.policy, self.ledger, self.optimizer.parts)
+        state.put_back(checkpoint, self.policy, self.ledger, self._parts)
         state.load_model_state(self.model, checkpoint.model)
         self.optimizer.load(checkpoint.optimizer)
         self.steps.clear()
