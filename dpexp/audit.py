@@ -88,7 +88,7 @@ def check(run: AuditConfig) -> None:
         raise UserError(f"repetitions={list(run.repetitions)}: give different counts, such as [1,10,100]")
     if run.model.frozen_features:
         raise UserError(
-            "model.frozen_features=true: an audit plants texts in front of the encoder: set it to false"
+            "model.frozen_features=true: an audit plants examples in front of the encoder: set it to false"
         )
     if run.privacy.bands != "1" and run.method == "white_box":
         raise UserError(

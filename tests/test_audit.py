@@ -133,7 +133,7 @@ def test_a_claim_that_is_exceeded_is_called_refuted():
         ),
         (
             ["scale=small", "model.pooling=mean", "model.trainable=head", "model.frozen_features=true"],
-            "plants texts",
+            "plants examples",
         ),
     ],
 )

@@ -29,8 +29,9 @@ def prepare(folder, model, *tensors, **settings):
 
 def epochs(folder):
     engine = prepare(folder, network(), batch_size=16, epochs=2, steps=None)  # 25 steps
-    for epoch in range(2):
-        for features, labels in engine.batches(steps=math.ceil(engine.steps / 2)):  # so many, then it ends
+    of_epoch = math.ceil(engine.steps / 2)
+    for epoch in range(engine.steps_taken // of_epoch, 2):  # a run that goes on may begin within an epoch
+        for features, labels in engine.batches(steps=of_epoch - engine.steps_taken % of_epoch):
             engine.step(F.cross_entropy(engine.model(features), labels, reduction="none"))
         engine.model.eval()
         with torch.no_grad():
@@ -40,28 +41,31 @@ def epochs(folder):
 
 
 def stop_early(folder):
-    engine, best, waited = prepare(folder, network()), torch.inf, 0
+    mine = {"best": torch.inf, "waited": 0}  # a run that goes on gets it back
+    engine = prepare(folder, network(), keep={"stopping": mine})
     for features, labels in engine.batches():
+        if mine["waited"] == 3:
+            break  # nothing of this batch was released; the same script run again stops here too
         if engine.step(F.cross_entropy(engine.model(features), labels, reduction="none")):  # a step was taken
             with torch.no_grad():
                 loss = F.cross_entropy(engine.model(dev_x), dev_y).item()
-            best, waited = (loss, 0) if loss < best else (best, waited + 1)
-            if waited == 3:
-                break
+            better = loss < mine["best"]
+            mine |= {"best": loss, "waited": 0} if better else {"waited": mine["waited"] + 1}
     engine.save()  # a checkpoint of this very step; what holds is engine.plan.epsilon(), of all planned steps
     return engine
 
 
 def best_weights(folder):
     model = network()
-    engine, best, kept = prepare(folder, model), torch.inf, None
+    best = {"loss": torch.inf, "weights": None}  # a run that goes on gets it back
+    engine = prepare(folder, model, keep={"best": best})
     for features, labels in engine.batches():
         if engine.step(F.cross_entropy(model(features), labels, reduction="none")):
             with torch.no_grad():
                 loss = F.cross_entropy(model(dev_x), dev_y).item()
-            if loss < best:
-                best, kept = loss, copy.deepcopy(model.state_dict())
-    model.load_state_dict(kept)
+            if loss < best["loss"]:
+                best |= {"loss": loss, "weights": copy.deepcopy(model.state_dict())}
+    model.load_state_dict(best["weights"])
     return engine
 
 
@@ -99,7 +103,7 @@ def gradient_accumulation(folder):
 def average_of_weights(folder):
     model = network()
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.99))  # before the engine
-    engine = prepare(folder, model)
+    engine = prepare(folder, model, keep={"average": average})
     for features, labels in engine.batches():
         if engine.step(F.cross_entropy(model(features), labels, reduction="none")):
             average.update_parameters(model)

@@ -93,7 +93,7 @@ class ImageReader(Reader[Images]):
                 notes.append(f"{split}: {passed_over} files that are no images were passed over{private}")
             splits[split] = images
         if size := task.image_size:
-            notes.append(f"images were scaled and cut to {size}x{size} pixels")
+            notes.append(f"images of another size were scaled and cut to {size}x{size} pixels")
         else:
             notes.append(
                 "the size of the images was taken from the private training folder and is treated as public; task.image_size=N "

@@ -194,14 +194,14 @@ def privacy_card(summary: dict[str, Any]) -> str:
     lines += [
         "## Public",
         "",
-        "- the number of training examples, the configuration, the public seed, the dev set and all results on it",
+        "- the number of training examples, the configuration, public seeds, the dev set and all results on it",
         "- the pretrained weights, where there were any, with all that they know",
         "",
         "## Origin",
         "",
         f"- data: {data['name']} ({data['source']}), rows: {rows}{_hashes(data)}",
         f"- command: `{summary['command']}`",
-        f"- commit: {summary['git']['commit'] or 'unknown'}"
+        f"- commit of dpexp: {summary['git']['commit'] or 'unknown'}"
         + (" with local changes" if summary["git"]["dirty"] else ""),
         "",
     ]

@@ -174,7 +174,8 @@ def _numpys() -> list[Any]:
 
 def refuse_unreadable(checkpoint: Checkpoint) -> None:
     """Raise `UserError` where something besides tensors could be written and not be read again."""
-    for name, value in vars(checkpoint).items():
+    parts = {f"kept {name}": part for name, part in checkpoint.kept.items()}
+    for name, value in ({**vars(checkpoint), "kept": None} | parts).items():
         try:
             torch.save(tree_map_only(Tensor, lambda _: None, value), written := io.BytesIO())
             written.seek(0)
@@ -182,7 +183,7 @@ def refuse_unreadable(checkpoint: Checkpoint) -> None:
                 torch.load(written, weights_only=True)
         except (pickle.PickleError, AttributeError, TypeError) as error:
             kind = re.search(r"GLOBAL (\S+)", str(error))
-            what = "a scheduler" if name == "kept" else name
+            what = {"kept scheduler": "a scheduler", "kept keep": "keep="}.get(name, name)
             raise UserError(
                 f"the state of {what} holds what a checkpoint could not give back ({kind[1] if kind else error}): its "
                 "state_dict() may hold numbers, text, lists, dicts and tensors"

@@ -29,6 +29,7 @@ from dpexp.clipping.methods.microbatches import MicrobatchClipper
 from dpexp.clipping.methods.whole import VectorClipper
 from dpexp.clipping.thresholds import FixedThresholds
 from dpexp.errors import LateError, UserError
+from dpexp.models import precision
 from dpexp.parallel import ALONE, Ranks
 from dpexp.privacy.correlated import CorrelatedNoise
 from dpexp.privacy.fingerprint import checksum
@@ -139,8 +140,9 @@ class Steps:
         self._sample = ""
         self.seeds = Seeds(self.device, key, model, data)
         if clipper is not None:
-            # behind fork_rng() it is no longer seen
-            clipper.behind_forwards(self.check_seeds)
+            # behind fork_rng() and autocast they are no longer seen
+            clipper.behind_forwards(self._forward_ended)
+        self._dtypes = {p.dtype for p in model.parameters()}
 
     @property
     def clipper(self) -> AnyClipper | None:
@@ -257,6 +259,12 @@ class Steps:
         plan = self.release.plan
         most = round(self.expected_batch) if plan.sampling == "fixed" else plan.num_examples
         return not self.ranks.several and goes_together(size, self.expected_batch, most)
+
+    def _forward_ended(self) -> None:
+        self.check_seeds()
+        if self.release is not None and (note := precision.rounded(self.device, self._dtypes)) is not None:
+            notes = self.release.clipper.notes
+            notes += [note] if note not in notes else []
 
     def check_seeds(self) -> None:
         """Raise `UserError` where the present piece has drawn from another seed than the engine's."""

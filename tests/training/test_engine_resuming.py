@@ -1,5 +1,6 @@
 """`PrivacyEngine`: what becomes of a run that is cut off, and of a folder that is used."""
 
+import contextlib
 import errno
 import gc
 import hashlib
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import Subset, TensorDataset
 
 from dpexp import durable
@@ -24,11 +26,12 @@ from tests.training.own_loop import (
     crash_at,
     data,
     flat,
+    losses_of,
     make,
     network,
     train,
 )
-from tests.training.tiny import run_to_end, tiny_run
+from tests.training.tiny import crashing, run_to_end, tiny_run
 
 
 @pytest.mark.parametrize("step", [0, 3])
@@ -67,6 +70,43 @@ def test_killed_anywhere_it_ends_with_the_same_weights(tmp_path):
     assert (tmp_path / "cut/weights").read_text() == (tmp_path / "whole/weights").read_text()
     lines = (tmp_path / "cut/ledger.jsonl").read_text().splitlines()
     assert sum('"step"' in line for line in lines) == 40
+
+
+def test_what_a_loop_keeps_of_its_own_goes_on_with_the_run(tmp_path, monkeypatch):
+    """Although the loop changes it behind the step: the checkpoint of a step is written when the next batch is asked for."""
+
+    def session(folder, cut=None):
+        model = network()
+        average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+        mine = {"best": math.inf, "steps": []}
+        engine = make(folder, model, keep={"average": average, "mine": mine})
+        with contextlib.nullcontext() if cut is None else crashing(monkeypatch, cut):
+            while not engine.finished:
+                for batch in engine.batches(physical_batch_size=8, steps=3):
+                    if engine.step(losses_of(engine, batch)):
+                        average.update_parameters(model)
+                        mine["steps"].append(engine.steps_taken)
+                        mine["best"] = min(mine["best"], model[0].weight.norm().item())
+        engine.close()
+        return mine, average.state_dict()
+
+    mine, average = session(tmp_path / "whole")
+    assert mine["steps"] == [1, 2, 3, 4, 5, 6]
+    for cut in (1, 3, 4):
+        session(tmp_path / str(cut), cut)
+        # the second session ends the run, and the third has nothing left to do
+        for again, state in (session(tmp_path / str(cut)), session(tmp_path / str(cut))):
+            assert again == mine
+            assert all(torch.equal(state[name], value) for name, value in average.items())
+
+
+def test_what_cannot_be_put_back_is_not_kept(tmp_path):
+    with pytest.raises(UserError, match=r"keep\['best'\] is float, .*put it into a dictionary"):
+        make(tmp_path, keep={"best": 0.5})
+    with pytest.raises(UserError, match="give a dictionary with names"):
+        make(tmp_path, keep=[network()])
+    with pytest.raises(UserError, match="the state of keep= holds what a checkpoint"):
+        make(tmp_path, keep={"mine": {"folder": tmp_path}})
 
 
 def test_changed_code_of_the_loop_gets_fresh_noise_is_charged_again_and_says_so(tmp_path, monkeypatch):

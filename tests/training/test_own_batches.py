@@ -13,11 +13,13 @@ import pytest
 import torch
 from PIL import Image
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import TensorDataset, default_collate
 
 from dpexp.errors import UserError
 from dpexp.training.watching.collating import copies, refuse_company, refuse_mixing
 from dpexp.training.watching.reading import refuse_other_rows
+from dpexp.training.watching.tape import Tape
 from tests.training.own_loop import TASK, data, first_batch, losses_of, make, network, train
 
 cross_entropy = nn.functional.cross_entropy
@@ -487,6 +489,27 @@ def test_running_statistics_of_a_norm_beside_the_model_are_means_of_batches(tmp_
     with pytest.raises(UserError, match=words):
         train(engine, 20, losses=lambda engine, batch: use(norm, engine, *batch))
     assert engine.steps_taken <= 1
+
+
+def test_what_enters_the_model_is_done_again_without_the_losses(tmp_path, monkeypatch):
+    """Those of a language model cost more than all that is before them."""
+    counts, again = [], Tape.again
+
+    class Softmaxes(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            counts[-1] += "log_softmax" in func.name()
+            return func(*args, **(kwargs or {}))
+
+    def counted(*given, **named):
+        counts.append(0)
+        with Softmaxes():
+            return again(*given, **named)
+
+    monkeypatch.setattr(Tape, "again", counted)
+    engine = make(tmp_path)
+    train(engine, 20, steps=1, losses=lambda engine, batch: losses_of(engine, (2 * batch[0], batch[1])))
+    assert 0 in counts
+    assert max(counts) >= 1
 
 
 def test_public_statistics_of_a_norm_beside_the_model_are_constants(tmp_path):

@@ -110,3 +110,21 @@ def test_thresholds_have_32_bits_whatever_tensors_have_by_default(adaptive):
     finally:
         torch.set_default_dtype(before)
     assert policy.values.dtype == torch.float32
+
+
+@pytest.mark.parametrize("way", ["autocast", pytest.param("weights", marks=needs_torch(2, 10)), "neither"])
+def test_the_card_names_sixteen_bits(tmp_path, way):
+    """Their rounding goes by the shape of a physical batch, which goes by who was drawn."""
+    dtype = torch.bfloat16 if way == "weights" else torch.float32
+    model, x = Dot(dtype), alike(dtype)[:20]
+    engine = PrivacyEngine(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), TensorDataset(x), folder=tmp_path, batch_size=10, steps=2,
+        noise_multiplier=1.0, delta=1e-3, noise_seed=0,
+    )  # fmt: skip
+    for (batch,) in engine.batches():
+        with torch.autocast("cpu", torch.bfloat16, enabled=way == "autocast"):
+            losses = model(batch)
+        engine.step(losses)
+    engine.write_card(tmp_path)
+    said = (tmp_path / "PRIVACY.md").read_text(encoding="utf-8").count("the network computed in 16 bits")
+    assert said == (way != "neither")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +14,12 @@ from dpexp.errors import UserError
 from dpexp.parallel import Ranks
 from dpexp.privacy.ledger import Ledger
 from dpexp.training import state
+from dpexp.training.own_loop.keeping import Kept
 from dpexp.training.steps import Steps
 from dpexp.training.watching.guards import GuardedOptimizer
+
+KEPT = "keep"
+"""The part of a checkpoint that is the loop's own, see `Kept`."""
 
 
 def give_own_memory(model: nn.Module) -> None:
@@ -56,7 +59,7 @@ class Checkpoints:
     Args:
         folder: where they lie, unless another one is given.
         identity: of the run, see `identity.recognise`.
-        model, optimizer, policy, steps: what has a state.
+        model, optimizer, policy, steps, kept: what has a state.
         ledger: on which it rests.
         ranks: the processes that train together.
     """
@@ -69,12 +72,15 @@ class Checkpoints:
         optimizer: GuardedOptimizer,
         policy: FixedThresholds,
         steps: Steps,
+        kept: Kept,
         ledger: Ledger,
         ranks: Ranks,
     ):
         self.folder, self.identity = folder, identity
         self.model, self.optimizer, self.policy = model, optimizer, policy
         self.steps, self.ledger, self.ranks = steps, ledger, ranks
+        parts = {**optimizer.parts, KEPT: kept if kept.objects else None, "noise": steps.correlated}
+        self._parts = {name: part for name, part in parts.items() if part is not None}
 
     def save(self, folder: str | Path | None, ranks: Ranks) -> None:
         """Write one; these ranks do it together."""
@@ -92,12 +98,6 @@ class Checkpoints:
         )
         with state.disk_errors(folder):
             state.save_together(folder, checkpoint, ranks)
-
-    @property
-    def _parts(self) -> dict[str, Any]:
-        """What has a state beside model, optimiser and thresholds."""
-        noise = self.steps.correlated
-        return {**self.optimizer.parts, **({"noise": noise} if noise is not None else {})}
 
     def load(self, folder: str | Path | None) -> None:
         """Go on from one; all ranks do it together.

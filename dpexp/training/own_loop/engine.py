@@ -91,6 +91,9 @@ class PrivacyEngine:
             too. It may be given when the run is finished: the same script writes the card anew.
         secure: the exact form of the noise, some hundred times slower (`dpexp.privacy.noise`).
         data_name: name and version of the data, where it cannot be hashed; see `dpexp.training.identity.data_identity`.
+        keep: what the loop has of its own and goes on with, by name: an average of the weights, the best loss so far, a scheduler
+            that it steps itself. Each is a dict, or has `state_dict` and `load_state_dict`; a checkpoint holds it as it is when
+            the next batch is asked for, and it is put back when the run goes on.
         noise_seed: for tests; the guarantee then holds only while it is secret.
 
     Raises:
@@ -132,6 +135,7 @@ class PrivacyEngine:
         trials: int = 1,
         secure: bool = False,
         data_name: str | None = None,
+        keep: Mapping[str, Any] | None = None,
         noise_seed: int | None = None,
     ):
         numbers = Numbers(
@@ -158,7 +162,7 @@ class PrivacyEngine:
         )  # fmt: skip
         self._run = run = OwnRun(
             self.model, optimizer, dataset, self.folder, planned, scheduler=scheduler, wrappers=wrappers, ranks=self.ranks,
-            engine=engine, fixed_length=fixed_length, data_name=data_name,
+            engine=engine, fixed_length=fixed_length, data_name=data_name, keep=keep,
         )  # fmt: skip
         self._steps, self._loop = run.steps, run.loop
         self.plan, self.policy, self.device = planned.plan, run.policy, run.device

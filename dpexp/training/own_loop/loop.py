@@ -47,6 +47,7 @@ class OwnLoop:
         planned: how many steps the run has.
         facts: what makes two computations of a step equal, from ``physical_batch_size`` and ``by_length``.
         folder: of the run, for its errors.
+        on_asked: called when the loop asks for a batch and has all of those before, and when it asks behind the last one.
     """
 
     def __init__(
@@ -63,10 +64,11 @@ class OwnLoop:
         planned: int,
         facts: Callable[..., Mapping[str, Any]],
         folder: Path,
+        on_asked: Callable[[], None],
     ):
         self.dataset, self.units, self.steps, self.clipper = dataset, units, steps, clipper
         self.optimizer, self.wrappers, self.planned = optimizer, wrappers, planned
-        self.facts, self.folder = facts, folder
+        self.facts, self.folder, self.on_asked = facts, folder, on_asked
         self.alone = OneAtATime()
         self.closed = False
         # whether the batch that was given last has had its losses
@@ -113,6 +115,7 @@ class OwnLoop:
             self._collation.forget()
         try:
             while self.steps.taken < last:
+                self.on_asked()
                 self.refuse_wrappers()
                 for piece in self.steps.pieces(size, facts, length):
                     yield self._begin(collate_fn, piece, alone=size == 1)
@@ -125,6 +128,8 @@ class OwnLoop:
                             "next one is read (no loader that reads ahead, as Lightning's Trainer does without a length). Leave "
                             "out no batch: an example whose loss is NaN or infinite adds nothing"
                         )
+            if self.steps.taken >= self.planned:
+                self.on_asked()
         finally:
             if self._present is present:
                 self._watch.end()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -37,6 +37,7 @@ from dpexp.training.identity import (
     settings_of,
 )
 from dpexp.training.own_loop.checkpoints import Checkpoints, give_own_memory
+from dpexp.training.own_loop.keeping import Kept
 from dpexp.training.own_loop.loop import OwnLoop
 from dpexp.training.own_loop.planned import Planned
 from dpexp.training.own_loop.rows import equal_rows, fitted_to_itself, tensors_of
@@ -64,7 +65,7 @@ class OwnRun:
         planned: what it is to be.
         wrappers: every DistributedDataParallel around the model, or in it.
         ranks: the processes that train together.
-        engine, fixed_length, data_name: see `dpexp.PrivacyEngine`.
+        engine, fixed_length, data_name, keep: see `dpexp.PrivacyEngine`.
 
     Raises:
         UserError: what cannot be done privately or exactly; the folder is then given back.
@@ -84,10 +85,12 @@ class OwnRun:
         engine: str,
         fixed_length: bool,
         data_name: str | None,
+        keep: Mapping[str, Any] | None,
     ):
         self.model, self.dataset, self.folder = model, dataset, folder
         self.planned, self.ranks = planned, ranks
         plan, clip, units, numbers = planned.plan, planned.config.clip, planned.units, planned.numbers
+        self._kept = Kept(keep)
         self.optimizer = GuardedOptimizer(optimizer, scheduler, model)
         self._open = ExitStack()
         self._held = self._open.enter_context(ExitStack())
@@ -136,13 +139,16 @@ class OwnRun:
             self.loop = OwnLoop(
                 model, self.optimizer, dataset, units, self.steps, self.clipper,
                 wrappers=wrappers, rows_per_example=numbers.rows_per_example, planned=plan.steps, folder=folder,
+                on_asked=_weakly(self._asked),
                 facts=partial(facts_of, self.device, run=identity, code=provenance.code_hash(), engine=engine),
             )  # fmt: skip
             self._open.callback(self.loop.close)
             self._open.callback(remembering(self.steps.parameters, self.ledger, folder))
+            # whether a checkpoint waits for what the loop does behind its step
+            self._due = False
             last = folder / "checkpoint"
             self.checkpoints = Checkpoints(
-                last, identity, model, self.optimizer, self.policy, self.steps, self.ledger, ranks,
+                last, identity, model, self.optimizer, self.policy, self.steps, self._kept, self.ledger, ranks,
             )  # fmt: skip
             if ranks.once((last / "latest.json").exists):
                 self.load()
@@ -173,6 +179,7 @@ class OwnRun:
         """Go on from a checkpoint; see `dpexp.PrivacyEngine.load`."""
         self.loop.refuse_closed()
         self.checkpoints.load(folder)
+        self._due = False
         self.ranks.once(self._hold)
 
     def write_card(self, folder: Path) -> None:
@@ -185,7 +192,7 @@ class OwnRun:
 
     def close(self) -> None:
         """Give model, optimiser and folder back."""
-        self.loop.closed = True
+        self._due, self.loop.closed = False, True
         self._open.close()
 
     def _tell_of_data(self) -> None:
@@ -222,9 +229,17 @@ class OwnRun:
             self._broken = True
             warnings.warn(not_finite(taken), stacklevel=7)
         if self.finished or (every and taken % every == 0):
-            self.checkpoints.save(None, self.ranks)
+            self._due = bool(self._kept.objects)
+            if self.finished or not self._due:
+                self.checkpoints.save(None, self.ranks)
         if self.finished:
             self.ranks.once(self._hold)
+
+    def _asked(self) -> None:
+        """When the loop asks for its next batch: what it keeps has followed the step by now."""
+        if self._due:
+            self._due = False
+            self.checkpoints.save(None, self.ranks)
 
     def _idle(self) -> list[str]:
         """Name what trains and met no example of the first batch; nothing where the clipper does not know the uses."""

@@ -232,7 +232,7 @@ class Tape:
     def again(
         self, number: int, there: dict[int, Tensor], by: Sequence[int] = ()
     ) -> tuple[Tensor, Sequence[Tensor], bool]:
-        """Do all of it again; return a tensor, the gradients of its sum, and whether chance was met.
+        """Do again what a tensor is made by; return it, the gradients of its sum, and whether chance was met.
 
         Args:
             number: of the tensor.
@@ -241,16 +241,16 @@ class Tape:
         """
         leaves = {n: there[n].detach().requires_grad_() for n in by}
         there |= leaves
+        # a gradient may go by what is written later; a value does not, and all the rest may be the loss of a language model
+        lines = self.lines if by else self.lines[: max(self.behind([number]), default=-1) + 1]
         # a part is a part, whatever else is done with it
-        calls = [
-            line for line in self.lines if self.memory.parts.keys().isdisjoint(line.made) or line.targets
-        ]
+        calls = [line for line in lines if self.memory.parts.keys().isdisjoint(line.made) or line.targets]
         read = {slot for line in calls for slot in line.slots}
         there |= {n: self.memory.copy_of(n, there[n], read) for n in self.written if n in there}
-        last = {used: i for i, line in enumerate(self.lines) for used in line.slots}
+        last = {used: i for i, line in enumerate(lines) for used in line.slots}
         cuda = [t.device for t in there.values() if t.is_cuda][:1]
         with torch.random.fork_rng(cuda), torch.set_grad_enabled(bool(by)), WithoutChance(Chance()) as chance:
-            for i, line in enumerate(self.lines):
+            for i, line in enumerate(lines):
                 args, kwargs = tree_map_only(Slot, lambda slot: there[slot.number], line.given)
                 kind, dtype = line.autocast or ("cpu", torch.bfloat16)
                 with (
