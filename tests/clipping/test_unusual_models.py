@@ -90,6 +90,30 @@ def test_complex_weights_are_exact_as_the_refusal_has_them(engine: str) -> None:
     exact(model, batches, engine)
 
 
+class TokenByToken(nn.Module):
+    """Looks each token up by itself, as a network over trees does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.both = nn.Embedding(9, WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def of(self, tree: Tensor) -> Tensor:
+        if not tree.dim():
+            return self.table(tree)
+        return torch.tanh(
+            self.both(torch.cat([self.of(part[0] if len(part) == 1 else part) for part in tree.chunk(2)]))
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([self.of(tree) for tree in x])
+
+
+@pytest.mark.parametrize("engine", ["auto", "onepass"])
+def test_a_token_by_itself_has_no_dimension(engine: str) -> None:
+    torch.manual_seed(0)
+    exact(TokenByToken(), [{"x": torch.randint(9, (size, 4))} for size in (3, 1, 1)], engine)
+
+
 class SummedTable(nn.Module):
     """A table looked up once for all, and then not added to the batch."""
 
