@@ -305,10 +305,10 @@ class Packed(nn.Module):
     """Reads images of any size as patches: of those that come first in one row, of the others in another one; its queries have
     a norm by heads, as NaViT's."""
 
-    def __init__(self) -> None:
+    def __init__(self, heads: int) -> None:
         super().__init__()
-        self.first, self.out = nn.Linear(4, 2 * D), nn.Linear(2 * D, 3)
-        self.scale = nn.Parameter(torch.rand(2, 1, D) + 0.5)
+        self.first, self.out = nn.Linear(4, heads * D), nn.Linear(heads * D, 3)
+        self.scale = nn.Parameter(torch.rand(heads, 1, D) + 0.5)
 
     def forward(self, images: list[Tensor]) -> Tensor:
         cut = (len(images) + 1) // 2
@@ -326,7 +326,7 @@ class Packed(nn.Module):
         # the longest first
         order = (owners >= 0).sum(1).argsort(descending=True)
         rows, owners = rows[order], owners[order]
-        heads = self.first(rows).unflatten(-1, (2, D)).transpose(1, 2)
+        heads = self.first(rows).unflatten(-1, (-1, D)).transpose(1, 2)
         heads = F.normalize(heads, dim=-1) * self.scale
         apart = owners[:, None, :, None] != owners[:, None, None, :]
         mixed = (heads @ heads.mT).masked_fill(apart, -1e9).softmax(-1) @ heads
@@ -335,9 +335,10 @@ class Packed(nn.Module):
 
 
 @pytest.mark.parametrize("engine", ["auto", "onepass"])
-def test_several_examples_in_one_row(engine: str) -> None:
+@pytest.mark.parametrize("heads", [2, 3])
+def test_several_examples_in_one_row(heads: int, engine: str) -> None:
     torch.manual_seed(0)
-    model = Packed().double()
+    model = Packed(heads).double()
     plain = copy.deepcopy(model)
     clipper = attach(model, clip_norm=CLIP, engine=engine)
     for lengths in ((3, 5, 2, 4, 2), (2, 3, 4), (4, 1)):

@@ -71,8 +71,8 @@ def spread(call: Call, met: tuple[Value, ...]) -> Any:
     behind = rows_behind(shape, recorder.rows)
     # several rows of each example behind positions, too, unless there are as many in front as examples
     in_second = behind == 1 or (behind > 1 and shape[0] != recorder.rows)
-    # several examples may share a row where they are packed: each position is one example's
-    packed = not strewn and not behind and shape[0] % (recorder.rows or 1) != 0
+    # where several examples share a row, each of its positions is one example's
+    packed = not strewn and shape[0] % (recorder.rows or 1) != 0
     copies = []
     for value in met:
         leaf = value.leaf
