@@ -21,6 +21,12 @@ STRIDED = (
     "be told apart: make it with torch.nested.nested_tensor(rows, layout=torch.jagged), which is clipped exactly, or pad the "
     "rows and mask them"
 )
+COMPLEX = (
+    "only real floating-point parameters can be clipped: hold complex numbers as real ones. Without a change of the layer, "
+    "torch.nn.utils.parametrize.register_parametrization(layer, name, Parts()) does it before the clipper is made, where Parts "
+    "is an nn.Module with forward(self, real, imag), which returns torch.complex(real, imag), and right_inverse(self, w), which "
+    "returns w.real.clone(), w.imag.clone()"
+)
 BATCH_NORM = (
     "replace it by nn.GroupNorm(groups, channels); to keep the statistics of a public model as constants, call "
     ".eval() on it, behind each model.train() too, and set its track_running_stats=False"
@@ -177,10 +183,7 @@ def refuse_couplings(model: nn.Module) -> None:
     refuse_lazy(model)
     for name, param in model.named_parameters():
         if param.requires_grad and not param.is_floating_point():
-            raise UserError(
-                f"{name} has dtype {param.dtype}; only real floating-point parameters can be clipped: hold complex numbers as "
-                "real ones [..., 2], and take torch.view_as_complex of them in the forward"
-            )
+            raise UserError(f"{name} has dtype {param.dtype}; {COMPLEX}")
         kind = type(param.data)
         # shards are another matter, see `sharding`
         own = kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ and not is_shard(param)

@@ -299,3 +299,50 @@ def test_rows_by_owner() -> None:
     assert found.gathered(rows)[:6].flatten().tolist() == [1, 1, 1, 0, 0, 0]
     assert found.gradients(rows.nan_to_num(posinf=5.0)).flatten().tolist() == [1, *[0] * 5, 5, 3, 4, *[0] * 3]
     assert Owned.of(torch.tensor([], dtype=torch.long), 3).gathered(torch.ones(0, 2)).shape == (3, 2)
+
+
+class Packed(nn.Module):
+    """Reads images of any size as patches: of those that come first in one row, of the others in another one; its queries have
+    a norm by heads, as NaViT's."""
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.first, self.out = nn.Linear(4, heads * D), nn.Linear(heads * D, 3)
+        self.scale = nn.Parameter(torch.rand(heads, 1, D) + 0.5)
+
+    def forward(self, images: list[Tensor]) -> Tensor:
+        cut = (len(images) + 1) // 2
+        packs = [pack for pack in (images[:cut], images[cut:]) if pack]
+        longest = sum(len(image) for image in images)
+        rows, owners = (
+            torch.zeros(len(packs), longest, 4, dtype=images[0].dtype),
+            torch.full((len(packs), longest), -1),
+        )
+        for r, pack in enumerate(packs):
+            at = 0
+            for i, image in enumerate(pack, r * cut):
+                rows[r, at : at + len(image)], owners[r, at : at + len(image)] = image, i
+                at += len(image)
+        # the longest first
+        order = (owners >= 0).sum(1).argsort(descending=True)
+        rows, owners = rows[order], owners[order]
+        heads = self.first(rows).unflatten(-1, (-1, D)).transpose(1, 2)
+        heads = F.normalize(heads, dim=-1) * self.scale
+        apart = owners[:, None, :, None] != owners[:, None, None, :]
+        mixed = (heads @ heads.mT).masked_fill(apart, -1e9).softmax(-1) @ heads
+        found = self.out(mixed.transpose(1, 2).flatten(2))
+        return torch.stack([found[owners == i].mean(0) for i in range(len(images))])
+
+
+@pytest.mark.parametrize("engine", ["auto", "onepass"])
+@pytest.mark.parametrize("heads", [2, 3])
+def test_several_examples_in_one_row(heads: int, engine: str) -> None:
+    torch.manual_seed(0)
+    model = Packed(heads).double()
+    plain = copy.deepcopy(model)
+    clipper = attach(model, clip_norm=CLIP, engine=engine)
+    for lengths in ((3, 5, 2, 4, 2), (2, 3, 4), (4, 1)):
+        images = [torch.randn(n, 4, dtype=torch.float64) for n in lengths]
+        expected = naive(plain, plain(images).square().sum(1))
+        for name, found in step(clipper, model, model(images).square().sum(1)).items():
+            torch.testing.assert_close(found, expected[name])

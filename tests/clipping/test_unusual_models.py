@@ -56,6 +56,64 @@ class WrittenInPlace(nn.Module):
         return F.linear(x, weight)
 
 
+class Spectral(nn.Module):
+    """A convolution of a Fourier neural operator: complex weights for the lowest frequencies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, WIDTH, WIDTH, dtype=torch.complex128))
+
+    def forward(self, x: Tensor) -> Tensor:
+        frequencies = torch.fft.rfft(x, dim=1)
+        low = torch.einsum("bki,kio->bko", frequencies[:, :3], self.weight)
+        return torch.fft.irfft(F.pad(low, (0, 0, 0, frequencies.shape[1] - 3)), n=x.shape[1], dim=1)
+
+
+class Parts(nn.Module):
+    """Holds a complex weight as its two parts, as the refusal says."""
+
+    def forward(self, real: Tensor, imag: Tensor) -> Tensor:
+        return torch.complex(real, imag)
+
+    def right_inverse(self, w: Tensor) -> tuple[Tensor, Tensor]:
+        return w.real.clone(), w.imag.clone()
+
+
+@pytest.mark.parametrize("engine", ["auto", "onepass"])
+def test_complex_weights_are_exact_as_the_refusal_has_them(engine: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Spectral(), nn.Linear(WIDTH, 2))
+    with pytest.raises(UserError, match=r"^1\.weight has dtype .*register_parametrization.*right_inverse"):
+        attach(model)
+    nn.utils.parametrize.register_parametrization(model[1], "weight", Parts())
+    batches = [{"input": rows(size, 8)["x"]} for size in (5, 3)]
+    exact(model, batches, engine)
+
+
+class TokenByToken(nn.Module):
+    """Looks each token up by itself, as a network over trees does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.both = nn.Embedding(9, WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def of(self, tree: Tensor) -> Tensor:
+        if not tree.dim():
+            return self.table(tree)
+        return torch.tanh(
+            self.both(torch.cat([self.of(part[0] if len(part) == 1 else part) for part in tree.chunk(2)]))
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([self.of(tree) for tree in x])
+
+
+@pytest.mark.parametrize("engine", ["auto", "onepass"])
+def test_a_token_by_itself_has_no_dimension(engine: str) -> None:
+    torch.manual_seed(0)
+    exact(TokenByToken(), [{"x": torch.randint(9, (size, 4))} for size in (3, 1, 1)], engine)
+
+
 class SummedTable(nn.Module):
     """A table looked up once for all, and then not added to the batch."""
 

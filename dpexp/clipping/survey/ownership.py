@@ -102,7 +102,7 @@ class Ownership:
             elif visit.num_examples == 1:
                 # one dimension in and out may be the features of a single, squeezed example
                 told = len(shape) >= 2 or use.input_shape != use.output_shape
-                whole = told and shape[0] == use.output_shape[0] and shape[0] > 0
+                whole = told and shape[:1] == use.output_shape[:1] and 0 not in shape[:1]
                 self.layout[id(use)] = layouts.BLOCKED if whole and known != layouts.LOOP else layouts.LOOP
             elif id(use) in visit.loose and known not in found:
                 pending[id(use)] = found

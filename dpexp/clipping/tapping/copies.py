@@ -71,6 +71,8 @@ def spread(call: Call, met: tuple[Value, ...]) -> Any:
     behind = rows_behind(shape, recorder.rows)
     # several rows of each example behind positions, too, unless there are as many in front as examples
     in_second = behind == 1 or (behind > 1 and shape[0] != recorder.rows)
+    # where several examples share a row, each of its positions is one example's
+    packed = not strewn and shape[0] % (recorder.rows or 1) != 0
     copies = []
     for value in met:
         leaf = value.leaf
@@ -84,7 +86,8 @@ def spread(call: Call, met: tuple[Value, ...]) -> Any:
         if turned and not (behind and aligned.shape[1] == 1):
             return NotImplemented
         second = shape[1:2] if in_second or turned else aligned.shape[1:2]
-        copies.append(aligned.expand(shape[0], *second, *aligned.shape[2:]))
+        each = (*shape[:-1], *aligned.shape[-1:]) if packed else (shape[0], *second, *aligned.shape[2:])
+        copies.append(aligned.expand(each))
     of = origin(recorder, call.batched)
     if call.func.__name__ == "__setitem__" and not strewn and recorder.flow is not None:
         from_batch, of_examples, routed = of

@@ -39,7 +39,8 @@ OVERWRITTEN = (
 TWICE = (
     "a loss that contains a gradient (create_graph=True: a gradient penalty, forces, an equation's residual) cannot be clipped: "
     "the derivative of a gradient passes no tap. Let the model's forward compute it by torch.func, which is clipped exactly: "
-    "torch.func.grad(lambda x: self.net(x).sum())(x). (In a loop it is clipped too, and not looked at for examples that meet)"
+    "torch.func.grad(lambda x: self.net(x).sum())(x). (torch.func in the training loop is clipped too, and not looked at for "
+    "examples that meet. A layer of a library that asks for gradients in its forward, as some flows do, has to be replaced)"
 )
 PLAINLY = (
     "loss.backward() reached a model with a clipper attached: call engine.step(losses) of the PrivacyEngine, or "
