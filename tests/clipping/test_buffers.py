@@ -16,19 +16,13 @@ from tests.clipping.test_independence import B, D, Net, step, x
 class Keeps(nn.Module):
     """Passes its input on and writes something down."""
 
-    def __init__(
-        self,
-        write: Callable[[nn.Module, Tensor], None],
-        start: Tensor,
-        frozen: bool = False,
-        persistent: bool = True,
-    ):
+    def __init__(self, write: Callable[[nn.Module, Tensor], None], start: Tensor, frozen: bool = False):
         super().__init__()
         self.write = write
         if frozen:
             self.kept = nn.Parameter(start, requires_grad=False)
         else:
-            self.register_buffer("kept", start, persistent)
+            self.register_buffer("kept", start)
 
     def forward(self, h: Tensor) -> Tensor:
         self.write(self, h.detach())
@@ -59,35 +53,6 @@ def calls(m: nn.Module, h: Tensor) -> None:
     m.kept += 1
 
 
-def charge(m: nn.Module, h: Tensor) -> None:
-    """What a spiking neuron does: its potential begins at zero in each forward, and rises over the times of that forward."""
-    m.kept = torch.zeros_like(h)
-    for _ in range(3):
-        m.kept = 0.9 * m.kept + h
-
-
-def smallest_where(m: nn.Module, h: Tensor) -> None:
-    m.kept = h.amin(0) if not m.kept.numel() else torch.where(m.kept < h.amin(0), m.kept, h.amin(0))
-
-
-def mean_from_the_first(m: nn.Module, h: Tensor) -> None:
-    m.kept = h.mean(0) if not m.kept.numel() else torch.lerp(m.kept, h.mean(0), 0.1)
-
-
-class ForPredictions(nn.Module):
-    """Keeps the mean of its batch for `eval` mode, in no state."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("kept", torch.zeros(D), persistent=False)
-
-    def forward(self, h: Tensor) -> Tensor:
-        if not self.training:
-            return h - self.kept
-        self.kept = h.detach().mean(0)
-        return h
-
-
 def codes(m: nn.Module, h: Tensor) -> None:
     m.kept.data.lerp_(h.mean(0), 0.01)
 
@@ -99,10 +64,6 @@ REFUSED: dict[str, Callable[[], nn.Module]] = {
     "a range": lambda: Keeps(largest, torch.zeros(())),
     "how many examples": lambda: Keeps(count, torch.zeros((), dtype=torch.long)),
     "codes in a frozen parameter": lambda: Keeps(codes, torch.zeros(D), frozen=True),
-    "running mean, in no state": lambda: Keeps(mean_from_the_first, torch.zeros(0), persistent=False),
-    "a range, in no state": lambda: Keeps(smallest_where, torch.zeros(0), persistent=False),
-    "a mean for predictions, in no state": ForPredictions,
-    "a potential that is saved": lambda: Keeps(charge, torch.zeros(B, D)),
     "an observer": lambda: torch.ao.quantization.MinMaxObserver(),
 }
 
@@ -122,13 +83,6 @@ def test_counters_and_power_iterations_are_harmless() -> None:
     assert step(Net(Keeps(calls, torch.zeros(()))), x()).notes == []
     for spectral in (nn.utils.parametrizations.spectral_norm, nn.utils.spectral_norm):
         assert step(nn.Sequential(spectral(nn.Linear(D, D)), nn.Linear(D, 3)), x()).notes == []
-
-
-@pytest.mark.parametrize("write", [charge, row])
-def test_a_buffer_that_no_state_holds_and_every_forward_fills_anew_is_harmless(write: Callable) -> None:
-    torch.manual_seed(0)
-    model = Net(Keeps(write, torch.zeros(D), persistent=False))
-    assert step(model, x()).notes == []
 
 
 def test_a_cache_that_goes_by_the_shape_is_harmless() -> None:

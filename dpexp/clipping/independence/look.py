@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import Tensor
 
 from dpexp.clipping.gradients.memory import give_back_freed_memory
 from dpexp.clipping.independence.arguments import Inputs, positional_names
@@ -17,7 +16,6 @@ from dpexp.clipping.independence.batches import Arrangement, Batches, Reading, V
 from dpexp.clipping.independence.blame import first_module
 from dpexp.clipping.independence.comparison import Comparison, Places, bits_of, same_buffer
 from dpexp.clipping.independence.end_to_end import Ends
-from dpexp.clipping.independence.kept import reads
 from dpexp.clipping.independence.padding import BROKEN, FIXED, Padding
 from dpexp.clipping.independence.replay import Replay, fingerprints
 from dpexp.clipping.independence.runs import LIST, Buffers, Run, Runs
@@ -102,8 +100,6 @@ class Look:
         bits = 16 if replay.narrow else bits_of(replay.model.parameters())
         self.comparison = Comparison(arrangement, bits, places)
         self.runs = Runs(replay, self.rows)
-        # by buffer that no state of the model holds: whether every forward fills it, whatever it held
-        self.filled_anew: dict[tuple[str, str], bool] = {}
         # an id in which rows end, and nothing says whether it is padding, where more of it changes what an example gets
         self.supposed: int | None = None
 
@@ -289,15 +285,12 @@ class Look:
         for (owner, name), (before, persistent) in self.buffers.items():
             if persistent and not same_buffer(before, later.get((owner, name), (None, True))[0]):
                 return f"{name!r} of {self._name(owner)}"
-        return f"what {self._name('')} returns" if self._other_outputs(self.once, self.twice) else ""
-
-    def _other_outputs(self, before: Mapping[int, Tensor], now: Mapping[int, Tensor]) -> bool:
-        """Whether an output of the same batch is another one than before."""
-        pairs = [(t, now.get(leaf, t)) for leaf, t in before.items()]
-        rounding = self.comparison.same_size
-        return any(
-            a.shape == b.shape and self.comparison.unequal(a[None], b[None], rounding) for a, b in pairs
-        )
+        for leaf, before in self.once.items():
+            now = self.twice.get(leaf, before)
+            rounding = self.comparison.same_size
+            if before.shape == now.shape and self.comparison.unequal(before[None], now[None], rounding):
+                return f"what {self._name('')} returns"
+        return ""
 
     def _compare_parameters(self) -> None:
         for name, value in fingerprints(self.replay.model).items():
@@ -343,16 +336,10 @@ class Look:
         for place, (before, persistent) in self.buffers.items():
             # the shape of what is not kept may go by the size of the batch
             kept = persistent or not resized
-            same = not kept or same_buffer(before, here.get(place, (None, True))[0])
-            if not same and (persistent or not self._is_filled_anew(place)):
+            if kept and not same_buffer(before, here.get(place, (None, True))[0]):
                 owner = self.replay.model.get_submodule(place[0])
                 kind = "parameter" if place[1] in owner._parameters else "buffer"
                 raise UserError(f"{self._name(place[0])}: {WRITTEN.format(kind=kind, what=place[1])}")
-
-    def _is_filled_anew(self, place: tuple[str, str]) -> bool:
-        if place not in self.filled_anew:
-            self.filled_anew[place] = not reads(place, self.replay, self.runs, self._other_outputs)
-        return self.filled_anew[place]
 
     # -- padding ------------------------------------------------------------------------------------------------------
 

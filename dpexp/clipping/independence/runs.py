@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,24 +44,14 @@ class Runs:
         # of what the model returns as a list with an entry for each example, how long the longest entry is
         self._longest: int | None = None
 
-    def of(
-        self, batches: list[Inputs], between: Callable[[], None] | None = None
-    ) -> tuple[list[dict[int, Tensor]], list[Buffers]]:
-        """Return the outputs of batches one after the other, by number, and the buffers after each.
+    def of(self, batches: list[Inputs]) -> tuple[list[dict[int, Tensor]], list[Buffers]]:
+        """Return the outputs of batches one after the other, by number, and the buffers after each."""
+        return again(self._outputs, batches)
 
-        ``between``: what is done after each of them but the last.
-        """
-        return again(self._outputs, batches, between)
-
-    def _outputs(
-        self, batches: list[Inputs], between: Callable[[], None] | None
-    ) -> tuple[list[dict[int, Tensor]], list[Buffers]]:
-        found: list[dict[int, Tensor]] = []
-        kept = []
+    def _outputs(self, batches: list[Inputs]) -> tuple[list[dict[int, Tensor]], list[Buffers]]:
+        found, kept = [], []
         with self._replay.begun():
             for batch in batches:
-                if found and between is not None:
-                    between()
                 # no name keeps the outputs while the next batch makes its own
                 leaves = self._leaves(self._replay.run(batch), batch).items()
                 found.append({number: thin(leaf) for number, leaf in leaves})
