@@ -102,13 +102,15 @@ class CorrelatedNoise:
         """
         if self._ahead != step:
             self._earlier.clear()
-            for number, applied in enumerate(self.attempts[:step]):
-                self._draw(tensors, number, applied)
+            for number in range(step):
+                self._draw(tensors, number, self.attempts[number])
         self.attempts[step:] = [attempt]
         put_on_grid_(tensors, stds, self._draw(tensors, step, attempt))
 
     def _draw(self, tensors: Sequence[Tensor], step: int, attempt: int) -> list[Tensor]:
         """m of the next step."""
+        # until it is done: whatever cuts it off, nothing half drawn is used
+        self._ahead = -1
         drawn = draw_whole(tensors, self._generator(step, attempt), self._spare)
         for fresh, *earlier in zip(drawn, *self._earlier, strict=True):
             size = _BLOCK if fresh.device.type == "cpu" else max(1, fresh.numel())

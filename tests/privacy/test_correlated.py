@@ -1,6 +1,7 @@
 """Noise that is correlated over steps: its matrix, its arithmetic on the grid, its samples and its price."""
 
 import math
+from collections import deque
 
 import numpy as np
 import pytest
@@ -129,6 +130,33 @@ def test_the_noise_of_earlier_steps_is_drawn_again_from_the_attempts_that_were_a
     wrong = CorrelatedNoise(3, source)
     wrong.load_state_dict({"attempts": [0, 2, 0, 0]})
     assert not torch.equal(take(wrong, [4], attempts)[0], whole[4])
+
+
+def test_a_draw_that_was_cut_off_leaves_nothing_behind():
+    def take(noise, step):
+        release = torch.zeros(5, dtype=torch.float64)
+        noise.add_([release], [1.0], step, 0)
+        return release
+
+    whole, cut = CorrelatedNoise(2, source), CorrelatedNoise(2, source)
+    expected = [take(whole, step) for step in range(5)]
+    for step in range(4):
+        take(cut, step)
+
+    class Full(deque):
+        def appendleft(self, found):
+            super().appendleft(found)
+            raise KeyboardInterrupt
+
+    cut._earlier = Full(cut._earlier, maxlen=1)
+    with pytest.raises(KeyboardInterrupt):
+        take(cut, 4)
+    cut._earlier = deque(cut._earlier, maxlen=1)
+    assert torch.equal(take(cut, 4), expected[4])
+    # what a checkpoint does not say is not guessed
+    cut.load_state_dict({"attempts": [0, 0]})
+    with pytest.raises(IndexError):
+        take(cut, 4)
 
 
 def test_each_step_draws_from_one_part_of_the_data_at_a_rate_that_is_larger():

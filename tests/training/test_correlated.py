@@ -12,7 +12,7 @@ from dpexp.config import compose
 from dpexp.errors import UserError
 from dpexp.privacy.correlated import column_norm, noise_added_up, noise_left
 from dpexp.training.release import Release
-from tests.training.own_loop import flat, make, train
+from tests.training.own_loop import flat, losses_of, make, network, train
 from tests.training.tiny import Crash, cut_short, run_to_end, tiny_run, weights
 from tests.training.tiny import train as train_configured
 
@@ -69,6 +69,35 @@ def test_another_attempt_is_dearer_and_later_steps_take_back_its_noise(tmp_path,
     engine.load(tmp_path / "kept")
     np.testing.assert_array_equal(flat(train(engine, losses=other)), expected)
     assert engine.ledger.steps_charged == 8
+
+
+@pytest.mark.filterwarnings("ignore:step")
+def test_noise_is_used_again_only_where_it_takes_back_the_same(tmp_path, monkeypatch):
+    """A learning rate of 0 leaves the weights of step 1 as they were, whatever step 0 released; its sum is the same, and its noise
+    must not be: with that of another step 0 taken back, the four releases would show what the two sums of step 0 differ by."""
+    sums, releases = [], []
+    add_noise = Release.add_noise
+
+    def seen(self, step, attempt, counts):
+        sums.append(torch.cat([g.reshape(-1) for g in self._gradients()]))
+        found = add_noise(self, step, attempt, counts)
+        releases.append(torch.cat([g.reshape(-1) for g in self._gradients()]))
+        return found
+
+    monkeypatch.setattr(Release, "add_noise", seen)
+    for first in (losses_of, other, losses_of):
+        model = network()
+        engine = make(tmp_path, model, torch.optim.SGD(model.parameters(), lr=0.0), **B, checkpoint_every=0)
+        train(engine, losses=first, steps=1)
+        train(engine, steps=1)
+        engine.close()
+    charged = [json.loads(line) for line in (tmp_path / "ledger.jsonl").read_text().splitlines()]
+    # the third one is the first one again
+    assert [(line["step"], line["attempt"]) for line in charged] == [(0, 0), (1, 0), (0, 1), (1, 1)]
+    assert torch.equal(releases[4], releases[0])
+    assert torch.equal(releases[5], releases[1])
+    found = releases[0] - releases[2] + (releases[1] - releases[3]) / 0.5
+    assert float((found - (sums[0] - sums[2])).std()) > 1
 
 
 def test_a_configured_run_goes_on_after_a_kill(tmp_path):
