@@ -11,7 +11,7 @@ from scipy.linalg import toeplitz
 
 from dpexp.errors import UserError
 from dpexp.privacy.accountants import epsilon
-from dpexp.privacy.caveats import caveats
+from dpexp.privacy.caveats import caveats, pointless
 from dpexp.privacy.correlated import (
     CorrelatedNoise,
     coefficients,
@@ -194,6 +194,13 @@ def test_b_steps_are_one_release_at_b_times_the_rate():
     assert "bands" not in make_plan(**SMALL, noise_multiplier=2.0).to_dict()
     (said,) = caveats(plan)
     assert "correlated over 4 steps" in said
+
+
+def test_noise_that_drowns_all_gradients_is_that_of_their_sum():
+    drowns = SMALL["steps"] * SMALL["expected_batch_size"] / noise_added_up(4, SMALL["steps"])[-1]
+    assert drowns > 1.3 * math.sqrt(SMALL["steps"]) * SMALL["expected_batch_size"]
+    assert "nothing can be learnt" in pointless(make_plan(**SMALL, noise_multiplier=1.01 * drowns, bands=4))[0]
+    assert pointless(make_plan(**SMALL, noise_multiplier=0.99 * drowns, bands=4)) == []
 
 
 def test_the_ledger_holds_what_the_plan_says_and_another_attempt_costs_more(tmp_path):
