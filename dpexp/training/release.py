@@ -86,8 +86,8 @@ class Release:
         check_stds([*stds.tolist(), *(counts if isinstance(counts, list) else [counts or 0.0])])
         found = {"gradients": stds.tolist(), "counts": counts, "secure": self.secure}
         if self.correlated is not None and step:
-            # by the fingerprint of the step before, which says the same of the one before it. Weights may not tell (a learning rate
-            # of 0), and new noise that is used twice, with other noise taken back, shows the sums of the steps before in the clear
+            # by the fingerprint of the step before, which says the same of the one before it. Weights may not tell (a learning
+            # rate of 0), and new noise used twice, with other noise taken back, shows sums of the steps before in the clear
             applied = self.correlated.attempts[step - 1]
             found["taken_back"] = self.ledger.fingerprints(step - 1)[applied]
         return found
@@ -136,6 +136,8 @@ class Release:
                 "example alone. Were the weights made 16 bits wide after the engine (model.half())? Do it "
                 "before PrivacyEngine(...), or keep them in float32 and compute under autocast"
             )
+        if self.correlated is not None:
+            self.correlated.reserve(self._gradients())
         charged = self.ledger.fingerprints(step)
         found = self._fingerprint(facts, counts)
         if self.ledger.ranks is not None:
