@@ -84,7 +84,7 @@ class Release:
             if (bounds := self.policy.bounds) is not None:
                 counts = (counts * bounds.double().cpu()).tolist()
         check_stds([*stds.tolist(), *(counts if isinstance(counts, list) else [counts or 0.0])])
-        found = {"gradients": stds.tolist(), "counts": counts, "secure": self.secure}
+        found: dict[str, Any] = {"gradients": stds.tolist(), "counts": counts, "secure": self.secure}
         if self.correlated is not None and step:
             # by the fingerprint of the step before, which says the same of the one before it. Weights may not tell (a learning
             # rate of 0), and new noise used twice, with other noise taken back, shows sums of the steps before in the clear

@@ -77,8 +77,8 @@ def test_another_attempt_is_dearer_and_later_steps_take_back_its_noise(tmp_path,
 
 @pytest.mark.filterwarnings("ignore:step")
 def test_noise_is_used_again_only_where_it_takes_back_the_same(tmp_path, monkeypatch):
-    """A learning rate of 0 leaves the weights of step 1 as they were, whatever step 0 released. Its sum is the same, and its noise
-    must not be: with that of another step 0 taken back, four releases would show what the two sums of step 0 differ by."""
+    """A learning rate of 0 leaves the weights of step 1 as they were, whatever step 0 released. Its sum is the same, and its
+    noise must not be: with that of another step 0 taken back, four releases would show what the sums of step 0 differ by."""
     sums, releases = [], []
     add_noise = Release.add_noise
 
