@@ -1,7 +1,8 @@
 """Noise that is correlated over steps: its matrix, its arithmetic on the grid, its samples and its price."""
 
 import math
-from collections import deque
+import random
+from collections import Counter, deque
 
 import numpy as np
 import pytest
@@ -226,6 +227,39 @@ def test_the_ledger_holds_what_the_plan_says_and_another_attempt_costs_more(tmp_
     events = Ledger(tmp_path / "ledger.jsonl", b"k" * 32).event().events
     extra = [event.event.noise_multiplier for event in events if isinstance(event, PoissonSampledDpEvent)]
     assert extra == pytest.approx([2 / math.sqrt(2), 2 / math.sqrt(3)])
+
+
+def test_what_is_charged_covers_every_history_of_crashes():
+    """Releases form a tree: each takes back noise of those before it. The coins of an example in the steps of its part move those
+    up to b - 1 steps behind them, and no release is moved by two of them; the largest coin is within the largest charge, the
+    second within the second, and so on."""
+    chance = random.Random(0)
+    for _ in range(300):
+        bands, steps = chance.choice([2, 3, 5]), chance.randint(5, 9)
+        sizes = {"num_examples": 100, "expected_batch_size": 4, "delta": 1e-5, "steps": steps}
+        plan = make_plan(**sizes, noise_multiplier=1.0, bands=bands)
+        # step, attempt and predecessor
+        tree, attempts, here = [], Counter(), None
+        while len(tree) < 30 and (here is None or tree[here][0] < steps - 1):
+            step = 0 if here is None else tree[here][0] + 1
+            tree.append((step, attempts[step], here))
+            attempts[step] += 1
+            here = len(tree) - 1 if chance.random() < 0.7 else chance.choice([None, *range(len(tree))])
+        events = [plan.charge(step, attempt) for step, attempt, _ in tree]
+        charges = sorted(e.event.noise_multiplier**-2 for e in events if isinstance(e, PoissonSampledDpEvent))
+        for part in range(bands):
+            moved = Counter()
+            for number in range(len(tree)):
+                found, before = [], number
+                for factor in coefficients(bands):
+                    if before is not None:
+                        found += [(before, factor)] if tree[before][0] % bands == part else []
+                        before = tree[before][2]
+                assert len(found) <= 1
+                moved.update({coin: (factor / column_norm(bands)) ** 2 for coin, factor in found})
+            pairs = zip(sorted(moved.values(), reverse=True), reversed(charges), strict=False)
+            assert len(moved) <= len(charges)
+            assert all(coin <= charge * (1 + 1e-9) for coin, charge in pairs)
 
 
 @pytest.mark.parametrize(
