@@ -264,6 +264,8 @@ def miniature(run: RunConfig) -> RunConfig:
     unit = run.unit
     if unit.name == "user":
         unit = UnitConfig("user", size=2, rows=unit.rows)
+    # of one step; the bands themselves are in the plan above it
+    privacy = replace(privacy, delta="1e-5", bands="1")
     return replace(
         run,
         task=examples,
@@ -272,7 +274,7 @@ def miniature(run: RunConfig) -> RunConfig:
         data=DataConfig(source="demo"),
         scale=demo.scale,
         model=model,
-        privacy=replace(privacy, delta="1e-5"),
+        privacy=privacy,
         peft=replace(run.peft, rank=min(run.peft.rank, 4), blocks=min(run.peft.blocks, 2)),
         optim=replace(run.optim, batch_size=BATCH, steps=1, epochs=None),
         runtime=replace(run.runtime, device="cpu", physical_batch_size=str(BATCH), eval_every=0),

@@ -55,7 +55,7 @@ from dpexp.training.state import disk_errors, exclusive
 NEIGHBOURS = "add or remove one example; N is public and stays: its slot in the teachers' data is empty"
 # settings of `dpexp.train` that nothing here reads
 UNREAD = (
-    "privacy.noise_multiplier", "privacy.sampling", "individual.name", "individual.budgets",
+    "privacy.noise_multiplier", "privacy.sampling", "privacy.bands", "individual.name", "individual.budgets",
     "runtime.dry_run", "runtime.parallel", "runtime.precision",
 )  # fmt: skip
 

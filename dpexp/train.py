@@ -164,9 +164,11 @@ def train(run: RunConfig, folder: Path, console: Console, ranks: Ranks = ALONE) 
         if run.task.kind == "custom":
             # whose hash may be anything
             check_examples(ranks, source.train, found.run)
-        own = run.individual.name != "none"
+        places = run.individual.name != "none" or run.privacy.bands != "1"
         ranks.once(
-            lambda: refuse_other_data(folder, found.run, task.data.sha256, bundle.weights_sha256, budgets=own)
+            lambda: refuse_other_data(
+                folder, found.run, task.data.sha256, bundle.weights_sha256, places=places
+            )
         )
         return found
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from dp_accounting import DpEvent
 
-from dpexp.privacy.correlated import column_norm
+from dpexp.privacy.correlated import column_norm, noise_added_up
 from dpexp.privacy.events import composed
 from dpexp.privacy.schedules import CONSTANT
 
@@ -105,6 +105,8 @@ def _signal(plan: Plan) -> float:
         return math.inf
     batch = plan.sample_rate * plan.num_examples
     kinds = plan.kinds(plan.steps)
+    # of independent steps, over that of correlated ones
+    batch *= math.sqrt(plan.steps) / float(noise_added_up(plan.bands, plan.steps)[-1])
     return (
         batch
         / plan.noise_multiplier

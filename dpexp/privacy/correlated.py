@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from scipy.signal import lfilter
 from torch import Tensor
 
-from dpexp.privacy.noise import KeyedGenerator, draw_whole, put_on_grid_
+from dpexp.privacy.noise import KeyedGenerator, draw_whole, put_on_grid_, room_for
 
 # bits behind the point: with them, products and sums of whole numbers below 2^45 are exact in float64, on every device
 _BITS = 8
@@ -86,10 +86,15 @@ class CorrelatedNoise:
         self.coefficients, self._generator = coefficients(bands), generator
         # of each step so far, the attempt whose noise was applied
         self.attempts: list[int] = []
-        # m_{t-1}, m_{t-2}, …; memory of one that is needed no more; t
+        # m_{t-1}, m_{t-2}, …; memory for others; t
         self._earlier: deque[list[Tensor]] = deque(maxlen=bands - 1)
-        self._spare: list[Tensor] | None = None
+        self._free: list[list[Tensor]] = []
         self._ahead = 0
+
+    def reserve(self, tensors: Sequence[Tensor]) -> None:
+        """Take the memory that all steps need: where there is too little, it shows before a step is charged."""
+        while len(self._free) + len(self._earlier) < len(self.coefficients):
+            self._free.append(room_for(tensors))
 
     @torch.no_grad()
     def add_(self, tensors: Sequence[Tensor], stds: Sequence[float], step: int, attempt: int) -> None:
@@ -102,14 +107,19 @@ class CorrelatedNoise:
         """
         if self._ahead != step:
             self._earlier.clear()
-            for number, applied in enumerate(self.attempts[:step]):
-                self._draw(tensors, number, applied)
+            self._free.clear()
+            for number in range(step):
+                self._draw(tensors, number, self.attempts[number])
         self.attempts[step:] = [attempt]
         put_on_grid_(tensors, stds, self._draw(tensors, step, attempt))
 
     def _draw(self, tensors: Sequence[Tensor], step: int, attempt: int) -> list[Tensor]:
         """m of the next step."""
-        drawn = draw_whole(tensors, self._generator(step, attempt), self._spare)
+        # until it is done: whatever cuts it off, nothing half drawn is used
+        self._ahead = -1
+        self.reserve(tensors)
+        drawn = self._free.pop()
+        draw_whole(tensors, self._generator(step, attempt), drawn)
         for fresh, *earlier in zip(drawn, *self._earlier, strict=True):
             size = _BLOCK if fresh.device.type == "cpu" else max(1, fresh.numel())
             for now, *before in zip(*(m.view(-1).split(size) for m in (fresh, *earlier)), strict=True):
@@ -117,7 +127,8 @@ class CorrelatedNoise:
                 for factor, m in zip(self.coefficients[1:], before, strict=False):
                     taken_back.add_(m, alpha=factor)
                 now.sub_(taken_back.round_())
-        self._spare = self._earlier[-1] if len(self._earlier) == self._earlier.maxlen else None
+        if len(self._earlier) == self._earlier.maxlen:
+            self._free.append(self._earlier.pop())
         self._earlier.appendleft(drawn)
         self._ahead = step + 1
         return drawn

@@ -113,28 +113,24 @@ def add_gaussian_(
     _draw_onto(_locals(targets, generator), map(_grid, stds), generator)
 
 
+def room_for(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Make what `draw_whole` writes to: float64, one for each tensor, of its shape; of a DTensor for the part that lies here."""
+    parts = (_local(tensor, index)[0] for index, tensor in enumerate(tensors))
+    return [torch.zeros(part.shape, dtype=torch.float64, device=part.device) for part in parts]
+
+
 def draw_whole(
-    tensors: Sequence[Tensor],
-    generator: torch.Generator | KeyedGenerator | None = None,
-    out: Sequence[Tensor] | None = None,
-) -> list[Tensor]:
+    tensors: Sequence[Tensor], generator: torch.Generator | KeyedGenerator | None, out: Sequence[Tensor]
+) -> None:
     """Draw the whole numbers that `add_gaussian_` would add to these tensors: they follow the discrete Gaussian of 2^40.
 
     Args:
         tensors, generator: see `add_gaussian_`.
-        out: what an earlier call has returned, whose memory is used again.
-
-    Returns:
-        float64, one for each tensor, of its shape; of a DTensor for the part that lies here.
+        out: of `room_for`; what is in it is overwritten.
     """
-    parts = _locals(tensors, generator)
-    if out is None:
-        drawn = [torch.zeros(part.shape, dtype=torch.float64, device=part.device) for part, _ in parts]
-    else:
-        drawn = [before.zero_() for before in out]
-    places = (place for _, place in parts)
+    places = [place for _, place in _locals(tensors, generator)]
+    drawn = [whole.zero_() for whole in out]
     _draw_onto(list(zip(drawn, places, strict=True)), [1.0] * len(drawn), generator)
-    return drawn
 
 
 @torch.no_grad()
@@ -143,7 +139,7 @@ def put_on_grid_(tensors: Sequence[Tensor], stds: Sequence[float], noise: Sequen
 
     Args:
         tensors, stds: see `add_gaussian_`.
-        noise: in units of the grid, as `draw_whole` returns it.
+        noise: in units of the grid, as `draw_whole` draws it.
     """
     for index, (tensor, sigma, whole) in enumerate(zip(tensors, stds, noise, strict=True)):
         part, _ = _local(tensor, index)

@@ -105,9 +105,12 @@ class GroupedSampler:
 class CyclicSampler:
     """Poisson sampling from one part of the data after the other: step t draws from part t mod b, at the rate b·q.
 
-    The examples are dealt into b parts of equal size (up to one) in an order that the key decides; see `PoissonSampler`. For
-    noise that is correlated over b steps (`dpexp.privacy.correlated`): an example takes part once in b steps at most, and a
-    sample has the expected size that it has without parts.
+    For noise that is correlated over b steps (`dpexp.privacy.correlated`): an example takes part once in b steps at most, and a
+    sample has the expected size that it has without parts. See `PoissonSampler`.
+
+    The examples are dealt into b parts of equal size (up to one) by a chance that is public, for no price rests on it: the same
+    in every session, whatever key it has (a copy of a run draws under another one) and whichever version of the libraries. Who
+    moved to another part would be drawn twice in b steps.
 
     Args:
         num_examples: N.
@@ -117,7 +120,8 @@ class CyclicSampler:
     """
 
     def __init__(self, num_examples: int, sample_rate: float, bands: int, key: bytes) -> None:
-        order = generator_from(_derive(key, "parts of the data", bands, 0)).permutation(num_examples)
+        chance = generator_from(b"dpexp parts of the data").bit_generator
+        order = chance.random_raw(num_examples).argsort(kind="stable")
         self._members = [np.sort(order[part::bands]) for part in range(bands)]
         rate = min(1.0, bands * sample_rate)
         self._samplers = [PoissonSampler(len(members), rate, key) for members in self._members]

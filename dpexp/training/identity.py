@@ -75,26 +75,27 @@ def recognise(folder: Path, settings: Mapping[str, Any]) -> str:
 
 
 def refuse_other_data(
-    folder: Path, key: bytes, hashes: Mapping[str, str], weights: str | None, *, budgets: bool = False
+    folder: Path, key: bytes, hashes: Mapping[str, str], weights: str | None, *, places: bool = False
 ) -> None:
     """Let a run go on from its checkpoint on the data that it has learnt from, and on no other: a record names one data set.
 
     A run without a checkpoint begins on what is there now. What it has charged before still bounds what one example has given,
-    but not what one user has: who is two users of then would pay twice, and the ledger cannot say so. Nor where examples have
-    budgets of their own, by their places: who has moved to a place of a smaller one has been charged for the larger.
+    but not what one user has: who is two users of then would pay twice, and the ledger cannot say so. Nor where what an example
+    pays goes by its place: who has moved to a place of a smaller budget has been charged for the larger, and who has moved to
+    another part of the data (`dpexp.privacy.sampling.CyclicSampler`) is drawn again before its b steps are over.
 
     Args:
         folder: of the run.
         key: of the run.
         hashes: of the data, see `dpexp.tasks.base.DataInfo`.
         weights: SHA-256 of the pretrained ones, where it is known.
-        budgets: whether groups of examples have an ε of their own.
+        places: whether what an example pays goes by its place.
 
     Raises:
         UserError: the training rows, their users or the pretrained weights are not those of the checkpoint, or of the charges.
     """
     charged = (folder / LEDGER).exists() and (folder / LEDGER).stat().st_size > 0
-    apart = budgets or "users" in hashes
+    apart = places or "users" in hashes
     if not ((folder / "checkpoint" / "latest.json").exists() or (charged and apart)):
         (folder / RUN).unlink(missing_ok=True)
     private = json.dumps([hashes.get(name) for name in ("train", "users")])

@@ -68,7 +68,7 @@ class Release:
 
     def noise(self, step: int) -> dict[str, Any]:
         """Standard deviations of a step: `gradients`, one per group, of what is new in this step, and `counts`, None where none
-        are released; where norms are summed, one per group.
+        are released; where norms are summed, one per group. Where noise is correlated, `taken_back` says what came before.
 
         Raises:
             UserError: more noise than its grid is fine enough for, or hardly any.
@@ -84,7 +84,13 @@ class Release:
             if (bounds := self.policy.bounds) is not None:
                 counts = (counts * bounds.double().cpu()).tolist()
         check_stds([*stds.tolist(), *(counts if isinstance(counts, list) else [counts or 0.0])])
-        return {"gradients": stds.tolist(), "counts": counts, "secure": self.secure}
+        found: dict[str, Any] = {"gradients": stds.tolist(), "counts": counts, "secure": self.secure}
+        if self.correlated is not None and step:
+            # by the fingerprint of the step before, which says the same of the one before it. Weights may not tell (a learning
+            # rate of 0), and new noise used twice, with other noise taken back, shows sums of the steps before in the clear
+            applied = self.correlated.attempts[step - 1]
+            found["taken_back"] = self.ledger.fingerprints(step - 1)[applied]
+        return found
 
     def likely_attempt(self, step: int, facts: dict[str, Any], tried: int | None = None) -> int:
         """The attempt that a step is repeated as, if its sums turn out to be the same; else a new one.
@@ -130,6 +136,8 @@ class Release:
                 "example alone. Were the weights made 16 bits wide after the engine (model.half())? Do it "
                 "before PrivacyEngine(...), or keep them in float32 and compute under autocast"
             )
+        if self.correlated is not None:
+            self.correlated.reserve(self._gradients())
         charged = self.ledger.fingerprints(step)
         found = self._fingerprint(facts, counts)
         if self.ledger.ranks is not None:

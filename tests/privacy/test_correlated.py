@@ -1,6 +1,8 @@
 """Noise that is correlated over steps: its matrix, its arithmetic on the grid, its samples and its price."""
 
 import math
+import random
+from collections import Counter, deque
 
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ from scipy.linalg import toeplitz
 
 from dpexp.errors import UserError
 from dpexp.privacy.accountants import epsilon
-from dpexp.privacy.caveats import caveats
+from dpexp.privacy.caveats import caveats, pointless
 from dpexp.privacy.correlated import (
     CorrelatedNoise,
     coefficients,
@@ -20,7 +22,7 @@ from dpexp.privacy.correlated import (
     noise_left,
 )
 from dpexp.privacy.ledger import Ledger
-from dpexp.privacy.noise import KeyedGenerator, SecureGenerator, draw_whole
+from dpexp.privacy.noise import KeyedGenerator, SecureGenerator, draw_whole, room_for
 from dpexp.privacy.plan import Plan, make_plan
 from dpexp.privacy.sampling import CyclicSampler
 
@@ -81,7 +83,8 @@ def test_an_example_moves_independent_noise_by_its_gradient_times_a_column(kind)
         return found
 
     for step, drawn in enumerate(independent(sums)):
-        assert torch.equal(drawn, draw_whole(sums[:1], source(step, 0, kind))[0])
+        draw_whole(sums[:1], source(step, 0, kind), expected := room_for(sums[:1]))
+        assert torch.equal(drawn, expected[0])
     gradient = torch.randn(size, dtype=torch.float64, generator=rng).mul_(2.0**40).round_()
     moved = [total + gradient if step == 2 else total for step, total in enumerate(sums)]
     for step, (here, there) in enumerate(zip(independent(sums), independent(moved), strict=True)):
@@ -131,6 +134,33 @@ def test_the_noise_of_earlier_steps_is_drawn_again_from_the_attempts_that_were_a
     assert not torch.equal(take(wrong, [4], attempts)[0], whole[4])
 
 
+def test_a_draw_that_was_cut_off_leaves_nothing_behind():
+    def take(noise, step):
+        release = torch.zeros(5, dtype=torch.float64)
+        noise.add_([release], [1.0], step, 0)
+        return release
+
+    whole, cut = CorrelatedNoise(2, source), CorrelatedNoise(2, source)
+    expected = [take(whole, step) for step in range(5)]
+    for step in range(4):
+        take(cut, step)
+
+    class Full(deque):
+        def appendleft(self, found):
+            super().appendleft(found)
+            raise KeyboardInterrupt
+
+    cut._earlier = Full(cut._earlier, maxlen=1)
+    with pytest.raises(KeyboardInterrupt):
+        take(cut, 4)
+    cut._earlier = deque(cut._earlier, maxlen=1)
+    assert torch.equal(take(cut, 4), expected[4])
+    # what a checkpoint does not say is not guessed
+    cut.load_state_dict({"attempts": [0, 0]})
+    with pytest.raises(IndexError):
+        take(cut, 4)
+
+
 def test_each_step_draws_from_one_part_of_the_data_at_a_rate_that_is_larger():
     number, bands, rate = 1001, 4, 0.1
     sampler = CyclicSampler(number, rate, bands, b"k" * 32)
@@ -141,14 +171,20 @@ def test_each_step_draws_from_one_part_of_the_data_at_a_rate_that_is_larger():
         counts[step % bands, drawn] += 1
         sizes.append(len(drawn))
         assert (sampler.draw(step, 1) != drawn).any() if len(sampler.draw(step, 1)) == len(drawn) else True
-    # nobody is in two parts, and all are in one; of a fixed key
+    # nobody is in two parts, and all are in one
     assert ((counts > 0).sum(0) == 1).all()
     assert counts.sum(0).mean() / 100 == pytest.approx(bands * rate, rel=0.03)
     assert np.mean(sizes) == pytest.approx(rate * number, rel=0.03)
     parts = (counts > 0).sum(1)
     assert parts.max() - parts.min() <= 1
-    other = CyclicSampler(number, rate, bands, b"l" * 32)
-    assert set(other.draw(0)) - set(np.flatnonzero(counts[0]))
+    # and stay there, also in a copy, whose draws follow from a key of its own: else a window would have no charge
+    copy = CyclicSampler(number, rate, bands, b"l" * 32)
+    for step in range(40):
+        drawn = copy.draw(step)
+        assert counts[step % bands, drawn].all()
+        assert not np.array_equal(drawn, sampler.draw(step))
+    # whichever library deals them
+    assert copy._members[0][:6].tolist() == [0, 2, 6, 10, 16, 22]
 
 
 def test_b_steps_are_one_release_at_b_times_the_rate():
@@ -168,6 +204,15 @@ def test_b_steps_are_one_release_at_b_times_the_rate():
     assert "correlated over 4 steps" in said
 
 
+def test_noise_that_drowns_all_gradients_is_that_of_their_sum():
+    drowns = SMALL["steps"] * SMALL["expected_batch_size"] / noise_added_up(4, SMALL["steps"])[-1]
+    assert drowns > 1.3 * math.sqrt(SMALL["steps"]) * SMALL["expected_batch_size"]
+    assert (
+        "nothing can be learnt" in pointless(make_plan(**SMALL, noise_multiplier=1.01 * drowns, bands=4))[0]
+    )
+    assert pointless(make_plan(**SMALL, noise_multiplier=0.99 * drowns, bands=4)) == []
+
+
 def test_the_ledger_holds_what_the_plan_says_and_another_attempt_costs_more(tmp_path):
     plan = make_plan(**SMALL, noise_multiplier=2.0, bands=4)
     ledger = Ledger(tmp_path / "ledger.jsonl", b"k" * 32)
@@ -182,6 +227,39 @@ def test_the_ledger_holds_what_the_plan_says_and_another_attempt_costs_more(tmp_
     events = Ledger(tmp_path / "ledger.jsonl", b"k" * 32).event().events
     extra = [event.event.noise_multiplier for event in events if isinstance(event, PoissonSampledDpEvent)]
     assert extra == pytest.approx([2 / math.sqrt(2), 2 / math.sqrt(3)])
+
+
+def test_what_is_charged_covers_every_history_of_crashes():
+    """Releases form a tree: each takes back noise of those before it. The coins of an example in the steps of its part move those
+    up to b - 1 steps behind them, and no release is moved by two of them; the largest coin is within the largest charge, the
+    second within the second, and so on."""
+    chance = random.Random(0)
+    for _ in range(300):
+        bands, steps = chance.choice([2, 3, 5]), chance.randint(5, 9)
+        sizes = {"num_examples": 100, "expected_batch_size": 4, "delta": 1e-5, "steps": steps}
+        plan = make_plan(**sizes, noise_multiplier=1.0, bands=bands)
+        # step, attempt and predecessor
+        tree, attempts, here = [], Counter(), None
+        while len(tree) < 30 and (here is None or tree[here][0] < steps - 1):
+            step = 0 if here is None else tree[here][0] + 1
+            tree.append((step, attempts[step], here))
+            attempts[step] += 1
+            here = len(tree) - 1 if chance.random() < 0.7 else chance.choice([None, *range(len(tree))])
+        events = [plan.charge(step, attempt) for step, attempt, _ in tree]
+        charges = sorted(e.event.noise_multiplier**-2 for e in events if isinstance(e, PoissonSampledDpEvent))
+        for part in range(bands):
+            moved = Counter()
+            for number in range(len(tree)):
+                found, before = [], number
+                for factor in coefficients(bands):
+                    if before is not None:
+                        found += [(before, factor)] if tree[before][0] % bands == part else []
+                        before = tree[before][2]
+                assert len(found) <= 1
+                moved.update({coin: (factor / column_norm(bands)) ** 2 for coin, factor in found})
+            pairs = zip(sorted(moved.values(), reverse=True), reversed(charges), strict=False)
+            assert len(moved) <= len(charges)
+            assert all(coin <= charge * (1 + 1e-9) for coin, charge in pairs)
 
 
 @pytest.mark.parametrize(

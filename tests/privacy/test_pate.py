@@ -134,6 +134,7 @@ def test_answers_are_charged_before_their_noise_and_groups_each_with_their_own(t
         (["runtime.dry_run=true"], r"runtime\.dry_run=True is not read by pate"),
         (["privacy.noise_multiplier=3"], r"privacy\.noise_multiplier=3\.0 is not read by pate"),
         (["privacy.sampling=fixed"], r"privacy\.sampling=fixed is not read"),
+        (["privacy.bands=4"], r"privacy\.bands=4 is not read"),
         (["individual.budgets=file.txt"], r"individual\.budgets=file\.txt is not read"),
         (["privacy.release=strikt"], r"privacy\.release=strikt is not a choice"),
         (["privacy.delta=3"], "neither a number in"),

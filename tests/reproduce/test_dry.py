@@ -198,6 +198,7 @@ def test_the_folders_of_own_images_are_read(tmp_path: Path, asked: list[str], sa
         ["optim.batch_growth={name: step, decay_rate: 0.5, period: 1}"],
         ["individual=sampling", "individual.groups=nowhere.txt"],
         ["individual=scaling", "individual.budgets=nowhere.txt"],
+        ["privacy.bands=4"],
     ],
 )
 def test_what_has_a_value_for_each_step_or_each_example_takes_a_step(asked: list[str]):

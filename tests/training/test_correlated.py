@@ -6,13 +6,17 @@ import math
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 from torch import nn
 
+from dpexp import train as entry
 from dpexp.config import compose
 from dpexp.errors import UserError
+from dpexp.privacy import correlated
 from dpexp.privacy.correlated import column_norm, noise_added_up, noise_left
+from dpexp.privacy.noise import room_for
 from dpexp.training.release import Release
-from tests.training.own_loop import flat, make, train
+from tests.training.own_loop import flat, losses_of, make, network, train
 from tests.training.tiny import Crash, cut_short, run_to_end, tiny_run, weights
 from tests.training.tiny import train as train_configured
 
@@ -71,6 +75,51 @@ def test_another_attempt_is_dearer_and_later_steps_take_back_its_noise(tmp_path,
     assert engine.ledger.steps_charged == 8
 
 
+@pytest.mark.filterwarnings("ignore:step")
+def test_noise_is_used_again_only_where_it_takes_back_the_same(tmp_path, monkeypatch):
+    """A learning rate of 0 leaves the weights of step 1 as they were, whatever step 0 released. Its sum is the same, and its
+    noise must not be: with that of another step 0 taken back, four releases would show what the sums of step 0 differ by."""
+    sums, releases = [], []
+    add_noise = Release.add_noise
+
+    def seen(self, step, attempt, counts):
+        sums.append(torch.cat([g.reshape(-1) for g in self._gradients()]))
+        found = add_noise(self, step, attempt, counts)
+        releases.append(torch.cat([g.reshape(-1) for g in self._gradients()]))
+        return found
+
+    monkeypatch.setattr(Release, "add_noise", seen)
+    for first in (losses_of, other, losses_of):
+        model = network()
+        engine = make(tmp_path, model, torch.optim.SGD(model.parameters(), lr=0.0), **B, checkpoint_every=0)
+        train(engine, losses=first, steps=1)
+        train(engine, steps=1)
+        engine.close()
+    charged = [json.loads(line) for line in (tmp_path / "ledger.jsonl").read_text().splitlines()]
+    # the third one is the first one again
+    assert [(line["step"], line["attempt"]) for line in charged] == [(0, 0), (1, 0), (0, 1), (1, 1)]
+    assert torch.equal(releases[4], releases[0])
+    assert torch.equal(releases[5], releases[1])
+    found = releases[0] - releases[2] + (releases[1] - releases[3]) / 0.5
+    assert float((found - (sums[0] - sums[2])).std()) > 1
+
+
+def test_too_little_memory_for_the_noise_shows_before_anything_is_charged(tmp_path, monkeypatch):
+    """A step that ends in the middle of its noise would be charged again with each smaller physical batch."""
+    taken, left = [], 2 * 4
+
+    def room(tensors):
+        taken.extend(tensors)
+        if len(taken) > left:
+            raise torch.OutOfMemoryError("there is room for two lists of four tensors")
+        return room_for(tensors)
+
+    monkeypatch.setattr(correlated, "room_for", room)
+    with pytest.raises(torch.OutOfMemoryError):
+        train(engine := make(tmp_path, **B))
+    assert engine.ledger.steps_charged == 0
+
+
 def test_a_configured_run_goes_on_after_a_kill(tmp_path):
     run = tiny_run(steps=6, batch_size=12.0)
     run.privacy.bands = "3"
@@ -81,6 +130,17 @@ def test_a_configured_run_goes_on_after_a_kill(tmp_path):
     np.testing.assert_array_equal(weights(again), weights(whole))
     run.privacy.bands = "1"
     assert (weights(run_to_end(tmp_path / "other", run)) != weights(whole)).any()
+
+
+@pytest.mark.parametrize(("bands", "kept"), [("1", False), ("3", True)])
+def test_rows_keep_their_places_also_before_the_first_checkpoint(tmp_path, monkeypatch, bands, kept):
+    def asked(*arguments, places):
+        raise UserError(f"places: {places}")
+
+    monkeypatch.setattr(entry, "refuse_other_data", asked)
+    run = compose(["task=mnist", "scale=demo", "clip=flat", f"privacy.bands={bands}", "runtime=cpu"])
+    with pytest.raises(UserError, match=f"places: {kept}"):
+        entry.train(run, tmp_path, Console(quiet=True))
 
 
 def test_what_adds_up_in_the_weights_is_what_was_promised(tmp_path):

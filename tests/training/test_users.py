@@ -409,11 +409,11 @@ def test_a_run_that_is_charged_for_some_users_does_not_go_on_with_others(tmp_pat
 def test_a_run_that_is_charged_for_budgets_by_place_does_not_go_on_with_moved_rows(tmp_path: Path):
     """Who stood in the group of the larger budget, and then in that of the smaller one, would have paid for both."""
     key = b"k" * 32
-    refuse_other_data(tmp_path, key, {"train": "rows"}, None, budgets=True)
+    refuse_other_data(tmp_path, key, {"train": "rows"}, None, places=True)
     Ledger(tmp_path / LEDGER, key).begin_step(0, GaussianDpEvent(1.0), "f")
-    refuse_other_data(tmp_path, key, {"train": "rows"}, None, budgets=True)
+    refuse_other_data(tmp_path, key, {"train": "rows"}, None, places=True)
     with pytest.raises(UserError, match="the data differ"):
-        refuse_other_data(tmp_path, key, {"train": "the same rows in another order"}, None, budgets=True)
+        refuse_other_data(tmp_path, key, {"train": "the same rows in another order"}, None, places=True)
 
 
 def test_a_user_is_audited_as_an_example_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
