@@ -119,6 +119,8 @@ class Learner:
         decay = None if run.optim.uniform_average else run.optim.ema_decay
         self.averages = None if decay == 0 else Averages(rgp.moved_tensors(self.model), decay)
         self.decisions = Decisions(folder / "decisions.json", provenance.device_name(device), ranks=ranks)
+        if plan is not None and run.privacy.bands == "auto":
+            self._hold_bands(plan.bands)
         self.machine = Decisions(machine_file(), machine_name(device), ranks=ranks)
         self.code = provenance.code_hash()
         self.ledger: Ledger | None = None
@@ -136,6 +138,15 @@ class Learner:
         )  # fmt: skip
         self.stepper.around = self.shared
         self.physical_batch_size = self._physical_batch_size()
+
+    def _hold_bands(self, bands: int) -> None:
+        """Keep what ``auto`` has found: with another number, an example could be drawn twice in so many steps."""
+        if (begun := self.decisions.get("bands")) not in (None, bands):
+            raise UserError(
+                f"privacy.bands=auto finds {bands} bands now, and this run has begun with {begun}: other versions of the "
+                f"accountants are installed. Install those that it began with, or start a new run with privacy.bands={begun}"
+            )
+        self.decisions.keep("bands", bands)
 
     def _private_side(self, plan: "Plan") -> Release:
         """Clip, count and pay by the plan."""

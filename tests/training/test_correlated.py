@@ -12,12 +12,12 @@ from torch import nn
 from dpexp import train as entry
 from dpexp.config import compose
 from dpexp.errors import UserError
-from dpexp.privacy import correlated
+from dpexp.privacy import correlated, plan_checks
 from dpexp.privacy.correlated import column_norm, noise_added_up, noise_left
 from dpexp.privacy.noise import room_for
 from dpexp.training.release import Release
 from tests.training.own_loop import flat, losses_of, make, network, train
-from tests.training.tiny import Crash, cut_short, run_to_end, tiny_run, weights
+from tests.training.tiny import Crash, cut_short, make_trainer, run_to_end, tiny_run, weights
 from tests.training.tiny import train as train_configured
 
 B = {"bands": 3, "batch_size": 10}
@@ -177,3 +177,15 @@ def test_what_adds_up_in_the_weights_is_what_was_promised(tmp_path):
 def test_what_looks_at_single_steps_is_refused(changes, said):
     with pytest.raises(UserError, match=said):
         compose(["task=mnist", "scale=demo", "clip=flat", *changes])
+
+
+def test_a_run_keeps_the_bands_that_were_found_for_it(tmp_path, monkeypatch):
+    run = tiny_run(steps=8, batch_size=6.0)
+    run.privacy.bands, run.privacy.noise_multiplier, run.privacy.epsilon = "auto", None, 8.0
+    first = make_trainer(tmp_path, run)
+    assert first.plan.bands > 1
+    assert make_trainer(tmp_path, run).plan == first.plan
+    # as where another version of an accountant finds another number
+    monkeypatch.setattr(plan_checks, "BANDS_OF_AUTO", (1,))
+    with pytest.raises(UserError, match=f"finds 1 bands now, and this run has begun with {first.plan.bands}"):
+        make_trainer(tmp_path, run)
