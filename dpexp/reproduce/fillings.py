@@ -135,6 +135,7 @@ def method(record: Record) -> str:
     facts = record.facts
     variants = (("schedule.name", "constant"), ("individual.name", "none"))
     extra = [facts[name] for name, usual in variants if facts.get(name) not in (None, usual)]
+    extra += ["correlated noise"] if facts.get("privacy.bands") not in (None, "1") else []
     extra += ["adadp"] if facts.get("optim.name") == "adadp" else []
     return " + ".join([str(facts["clip"]), *extra])
 
