@@ -70,7 +70,11 @@ class Slot:
         if self.reason:
             return []
         # noise that decays or is correlated, and random weights to begin with, only where the cell says so
-        plain = {"schedule.name": (None, "constant"), "privacy.bands": (None, "1"), "model.retrain": (None, False)}
+        plain = {
+            "schedule.name": (None, "constant"),
+            "privacy.bands": (None, "1"),
+            "model.retrain": (None, False),
+        }
         # in the order of the cell: its task tells most records apart
         where = {**self.where, **(plain | dict(self.where))}
         return measured((record for record in records if record.matches(where)), self.metric)

@@ -346,3 +346,27 @@ def test_several_examples_in_one_row(heads: int, engine: str) -> None:
         expected = naive(plain, plain(images).square().sum(1))
         for name, found in step(clipper, model, model(images).square().sum(1)).items():
             torch.testing.assert_close(found, expected[name])
+
+
+class Picks(nn.Module):
+    """Scales the numbers above zero, however many there are, as one row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor([1.5]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        keep = x > 0
+        return torch.zeros_like(x).masked_scatter(keep, x[keep].tanh().mul_(self.scale))
+
+
+def test_one_scale_for_numbers_that_were_picked_from_several_examples() -> None:
+    model = Picks().double()
+    plain = copy.deepcopy(model)
+    clipper = attach(model, clip_norm=CLIP)
+    x = torch.ones(2, 4, dtype=torch.float64)
+    x[1, 1:] = -1
+    for batch in (x, x.flip(0), x[:, :3]):
+        expected = naive(plain, plain(batch).square().sum(1))
+        for name, found in step(clipper, model, model(batch).square().sum(1)).items():
+            torch.testing.assert_close(found, expected[name])
