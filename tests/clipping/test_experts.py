@@ -370,3 +370,25 @@ def test_one_scale_for_numbers_that_were_picked_from_several_examples() -> None:
         expected = naive(plain, plain(batch).square().sum(1))
         for name, found in step(clipper, model, model(batch).square().sum(1)).items():
             torch.testing.assert_close(found, expected[name])
+
+
+class Timed(nn.Module):
+    """One number for each time and example, times in front."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor([1.5]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.t().tanh().mul_(self.scale).sum(0)
+
+
+def test_one_scale_for_numbers_with_times_in_front() -> None:
+    model = Timed().double()
+    plain = copy.deepcopy(model)
+    clipper = attach(model, clip_norm=CLIP)
+    for examples in (4, 3):
+        x = torch.randn(examples, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+        expected = naive(plain, plain(x).square())
+        for name, found in step(clipper, model, model(x).square()).items():
+            torch.testing.assert_close(found, expected[name])

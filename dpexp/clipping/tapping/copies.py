@@ -72,7 +72,7 @@ def spread(call: Call, met: tuple[Value, ...]) -> Any:
     # several rows of each example behind positions, too, unless there are as many in front as examples
     in_second = behind == 1 or (behind > 1 and shape[0] != recorder.rows)
     # where several examples share a row, each of its positions is one example's
-    packed = not strewn and len(shape) > 1 and shape[0] % (recorder.rows or 1) != 0
+    packed = not strewn and len(shape) > 2 and shape[0] % (recorder.rows or 1) != 0
     copies = []
     for value in met:
         leaf = value.leaf
