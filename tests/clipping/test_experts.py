@@ -348,47 +348,27 @@ def test_several_examples_in_one_row(heads: int, engine: str) -> None:
             torch.testing.assert_close(found, expected[name])
 
 
-class Picks(nn.Module):
-    """Scales the numbers above zero, however many there are, as one row."""
+class Scaled(nn.Module):
+    """One scale, in place: of the numbers above zero, however many there are, as one row; or with times in front."""
 
-    def __init__(self) -> None:
+    def __init__(self, picks: bool) -> None:
         super().__init__()
-        self.scale = nn.Parameter(torch.tensor([1.5]))
+        self.scale, self.picks = nn.Parameter(torch.tensor([1.5])), picks
 
     def forward(self, x: Tensor) -> Tensor:
+        if not self.picks:
+            return x.t().tanh().mul_(self.scale).t()
         keep = x > 0
         return torch.zeros_like(x).masked_scatter(keep, x[keep].tanh().mul_(self.scale))
 
 
-def test_one_scale_for_numbers_that_were_picked_from_several_examples() -> None:
-    model = Picks().double()
+@pytest.mark.parametrize("picks", [True, False])
+def test_one_scale_for_numbers_of_several_examples(picks: bool) -> None:
+    model = Scaled(picks).double()
     plain = copy.deepcopy(model)
     clipper = attach(model, clip_norm=CLIP)
-    x = torch.ones(2, 4, dtype=torch.float64)
-    x[1, 1:] = -1
-    for batch in (x, x.flip(0), x[:, :3]):
+    x = torch.tensor([[-1, 1.0], [2, 0.5], [1, 1.5], [-2, 0.3]], dtype=torch.float64)
+    for batch in (x, x[1:], x.reshape(2, 4)):
         expected = naive(plain, plain(batch).square().sum(1))
         for name, found in step(clipper, model, model(batch).square().sum(1)).items():
-            torch.testing.assert_close(found, expected[name])
-
-
-class Timed(nn.Module):
-    """One number for each time and example, times in front."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.tensor([1.5]))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.t().tanh().mul_(self.scale).sum(0)
-
-
-def test_one_scale_for_numbers_with_times_in_front() -> None:
-    model = Timed().double()
-    plain = copy.deepcopy(model)
-    clipper = attach(model, clip_norm=CLIP)
-    for examples in (4, 3):
-        x = torch.randn(examples, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-        expected = naive(plain, plain(x).square())
-        for name, found in step(clipper, model, model(x).square()).items():
             torch.testing.assert_close(found, expected[name])
