@@ -111,11 +111,13 @@ def account(arguments: AccountArguments) -> dict[str, Any]:
         whole = max((group.pop("event") for group in groups["groups"]), key=lambda e: epsilon(e, delta))
     elif sigma is None:
         assert target is not None
-        found_noise = []
+        options = []
         for bands in widths:
             sigma = calibrate(event, target, delta, accountant)
-            found_noise.append((sigma * np.linalg.norm(noise_added_up(bands, steps)), sigma, bands))
-        _, sigma, bands = min(found_noise)
+            # of several alone: it takes a number for each step
+            added = float(np.linalg.norm(noise_added_up(bands, steps))) if len(widths) > 1 else 1.0
+            options.append((sigma * added, sigma, bands))
+        _, sigma, bands = min(options)
     if not groups:
         whole = event(sigma)
     found = attack(whole)

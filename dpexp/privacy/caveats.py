@@ -105,8 +105,9 @@ def _signal(plan: Plan) -> float:
         return math.inf
     batch = plan.sample_rate * plan.num_examples
     kinds = plan.kinds(plan.steps)
-    # of independent steps, over that of correlated ones
-    batch *= math.sqrt(plan.steps) / float(noise_added_up(plan.bands, plan.steps)[-1])
+    if plan.bands > 1:
+        # of independent steps, over that of correlated ones
+        batch *= math.sqrt(plan.steps) / float(noise_added_up(plan.bands, plan.steps)[-1])
     return (
         batch
         / plan.noise_multiplier

@@ -424,7 +424,7 @@ def make_plan(
         )
         return replace(plan, noise_multiplier=float(noise), budgets=budgets)
     if epsilon is not None:
-        return min(
-            (replace(plan, bands=width)._calibrated(epsilon) for width in widths), key=Plan.noise_in_weights
-        )
+        plans = [replace(plan, bands=width)._calibrated(epsilon) for width in widths]
+        # of several alone: it takes a number for each step
+        return min(plans, key=Plan.noise_in_weights) if len(plans) > 1 else plans[0]
     return replace(plan, bands=widths[0])

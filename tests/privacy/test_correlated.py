@@ -294,3 +294,11 @@ def test_auto_takes_the_bands_with_the_least_noise_in_the_weights():
     for wrong in ("Auto", 2.5, True, None, "2.0x"):
         with pytest.raises(UserError, match="neither auto nor a whole number"):
             make_plan(**SMALL, epsilon=1.0, bands=wrong)
+
+
+def test_independent_noise_takes_no_number_for_each_step(monkeypatch):
+    monkeypatch.setattr("dpexp.privacy.plan.noise_added_up", None)
+    monkeypatch.setattr("dpexp.privacy.caveats.noise_added_up", None)
+    plan = make_plan(**(SMALL | {"steps": 10**9}), epsilon=8.0)
+    assert plan.bands == 1
+    assert not caveats(plan)
