@@ -18,7 +18,7 @@ from dpexp.config.usage import print_out
 from dpexp.errors import UserError
 from dpexp.privacy.accountants import epsilon, epsilons
 from dpexp.privacy.calibration import calibrate, longest
-from dpexp.privacy.correlated import noise_added_up
+from dpexp.privacy.correlated import column_norm, noise_added_up, noise_left
 from dpexp.privacy.events import composed, fixed_size_event, neighbouring, step_event
 from dpexp.privacy.individual import draw_groups, solve
 from dpexp.privacy.plan_checks import bands_to_try, check_accountant, check_bands, resolve_delta, steps_of
@@ -140,7 +140,7 @@ def account(arguments: AccountArguments) -> dict[str, Any]:
         "last_noise_multiplier": sigma * (schedule.factor(steps - 1, steps, rate) if steps else 1.0),
         "sampling": arguments.sampling,
         **(
-            {"bands": bands, "added_up": _added_up(bands, steps, rate, sigma, whole, delta)}
+            {"bands": bands} | _beside_independent(bands, steps, rate, sigma, whole, delta)
             if bands > 1
             else {}
         ),
@@ -178,13 +178,19 @@ def _grouped(
     return sigma, {"method": individual.name, "groups": groups}
 
 
-def _added_up(bands: int, steps: int, rate: float, sigma: float, whole: DpEvent, delta: float) -> float:
-    """Noise in the sums of the first 1, 2, … steps, root mean square, relative to independent noise with the same ε."""
+def _beside_independent(
+    bands: int, steps: int, rate: float, sigma: float, whole: DpEvent, delta: float
+) -> dict[str, float]:
+    """Root mean square noise relative to independent noise of the same ε: in sums of the first 1, 2, … steps, and in a step."""
     alone = calibrate(
         lambda other: composed([(step_event(rate, [other]), steps)]), epsilon(whole, delta), delta
     )
     sums, independent = (noise_added_up(count, steps) for count in (bands, 1))
-    return float(sigma * np.linalg.norm(sums) / (alone * np.linalg.norm(independent)))
+    one = column_norm(bands, steps) * np.sqrt(np.mean(noise_left(bands, steps) ** 2))
+    return {
+        "added_up": float(sigma * np.linalg.norm(sums) / (alone * np.linalg.norm(independent))),
+        "in_one_step": float(sigma * one / alone),
+    }
 
 
 def _finite(found: dict[str, float | None]) -> dict[str, float | None]:
@@ -211,7 +217,10 @@ def as_text(result: dict[str, Any]) -> str:
         + (chosen if result["computed"] == "noise_multiplier" else ""),
         *(["  in the last step  {last_noise_multiplier:.6g}"] if result["schedule"] != "constant" else []),
         *(
-            ["bands             {bands}: noise adds up to {added_up:.3g} of independent noise"]
+            [
+                "bands             {bands}: noise adds up to {added_up:.3g} of independent noise, and is {in_one_step:.3g} times "
+                "as large in one step (for Adam: so many times the learning rate)"
+            ]
             if "bands" in result
             else []
         ),

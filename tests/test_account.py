@@ -3,10 +3,12 @@
 import json
 import math
 
+import numpy as np
 import pytest
 
 from dpexp.account import AccountArguments, account, as_text
 from dpexp.errors import UserError
+from dpexp.privacy.correlated import column_norm, noise_left
 from dpexp.privacy.plan import make_plan
 from dpexp.privacy.shown import upwards
 from dpexp.schemas import AccountantConfig, IndividualConfig, ScheduleConfig
@@ -283,6 +285,10 @@ def test_correlated_noise_is_that_of_training():
     ratio = plan.noise_in_weights() / alone.noise_in_weights()
     assert result["added_up"] == pytest.approx(ratio, rel=1e-3)
     assert f"bands             {plan.bands}: noise adds up to {result['added_up']:.3g} of" in as_text(result)
+    in_steps = column_norm(plan.bands, 60) * noise_left(plan.bands, 60)
+    ratio = plan.noise_multiplier * np.sqrt(np.mean(in_steps**2)) / alone.noise_multiplier
+    assert result["in_one_step"] == pytest.approx(ratio, rel=1e-3)
+    assert f"{result['in_one_step']:.3g} times as large in one step" in as_text(result)
     assert account(values(**asked, bands=str(plan.bands))) == result
     longest = account(
         values(bands="4", target_epsilon=8.0, steps=None, noise_multiplier=plan.noise_multiplier)

@@ -154,7 +154,7 @@ def caveats(plan: Plan) -> list[str]:
             f"Noise is correlated over {plan.bands} steps, and each of them draws from one of {plan.bands} parts of the "
             f"examples in turn, at {plan.bands} times the sampling rate: an example takes part once in so many steps, which "
             "are one release with the noise multiplier. In a single step the noise is "
-            f"{column_norm(plan.bands):.3g} times as large or more."
+            f"{column_norm(plan.bands, plan.steps):.3g} times as large or more."
         )
     if plan.projections:
         found.append(

@@ -3,9 +3,10 @@
 A banded matrix factorisation (Choquette-Choo et al. 2023, "(Amplified) Banded Matrix Factorization"): with a lower triangular
 matrix C of b bands, what is private is y = C·s + z for the clipped sums s of all steps and independent noise z, and a step
 releases its part of C⁻¹·y = s + C⁻¹·z, a function of y. Weights are prefix sums of what is released, and the noise in those is
-smaller than that of independent steps. C has the same numbers 1, c_1, …, c_{b-1} in every column, those of the square root of the
-prefix sum, cut off after b of them (Kalinin and Lampert 2024, "Banded Square Root Matrix Factorization"): close to the best ones,
-in closed form. They are rounded to 1/256, and the sensitivity is that of the rounded ones.
+smaller than that of independent steps. C has the same numbers 1, c_1, …, c_{b-1} in every column, those of a power α of the
+prefix sum, cut off after b of them. With α = 1/2 they are the banded square root of Kalinin and Lampert 2024 ("Banded Square Root
+Matrix Factorization"). Cut off, a larger α leaves less noise, the more so the longer the run: see `exponent`. They are rounded to
+1/256, and the sensitivity is that of the rounded ones.
 
 An example that takes part in step t moves y in the steps t to t + b - 1, by its clipped gradient times 1, c_1, …: (1 + Σ c_i²)^½
 times as far as it moves the sum of step t. The noise z is larger by this factor. So that no example moves the same y twice, the
@@ -31,6 +32,7 @@ from numpy.typing import NDArray
 from scipy.signal import lfilter
 from torch import Tensor
 
+from dpexp.errors import UserError
 from dpexp.privacy.noise import KeyedGenerator, draw_whole, put_on_grid_, room_for
 
 # bits behind the point: with them, products and sums of whole numbers below 2^45 are exact in float64, on every device
@@ -39,36 +41,52 @@ _BITS = 8
 _BLOCK = 1 << 15
 
 
-def coefficients(bands: int) -> tuple[float, ...]:
-    """Compute 1, c_1, …, c_{b-1}: the numbers of each column of C (Kalinin and Lampert 2024, without momentum)."""
+@lru_cache
+def exponent(bands: int, steps: int) -> float:
+    """Find the α with the least noise in the weights: a multiple of 1/32, so that it is the same on every machine."""
+    tried = [part / 32 for part in range(16, 32)] if bands > 1 else [0.5]
+    return min(tried, key=lambda alpha: float(np.linalg.norm(_added_up(_powers(bands, alpha), steps))))
+
+
+def _powers(bands: int, alpha: float) -> tuple[float, ...]:
+    """The first numbers of (1 - x)^-α, rounded to 1/256."""
     exact = [1.0]
     for lag in range(1, bands):
-        exact.append(exact[-1] * (2 * lag - 1) / (2 * lag))
+        exact.append(exact[-1] * (alpha + lag - 1) / lag)
     return tuple(round(value * 2**_BITS) / 2**_BITS for value in exact)
 
 
-def column_norm(bands: int) -> float:
+def coefficients(bands: int, steps: int) -> tuple[float, ...]:
+    """Compute 1, c_1, …, c_{b-1}: the numbers of each column of C, for a run of so many steps."""
+    return _powers(bands, exponent(bands, steps))
+
+
+def column_norm(bands: int, steps: int) -> float:
     """Compute (Σ c_i²)^½: how much further an example moves y than the sum of its step."""
-    return math.sqrt(sum(value**2 for value in coefficients(bands)))
+    return math.hypot(*coefficients(bands, steps))
 
 
-def inverse(bands: int, steps: int) -> NDArray[np.float64]:
+def inverse(column: Sequence[float], steps: int) -> NDArray[np.float64]:
     """Compute the first column of C⁻¹: what of the noise z_t is in the releases of the steps t, t + 1, …, `[steps]`."""
     impulse = np.zeros(steps)
     impulse[:1] = 1
-    column: NDArray[np.float64] = lfilter([1.0], coefficients(bands), impulse)
-    return column
+    found: NDArray[np.float64] = lfilter([1.0], column, impulse)
+    return found
 
 
 @lru_cache(maxsize=2)
 def noise_left(bands: int, steps: int) -> NDArray[np.float64]:
     """Compute the standard deviation of the noise in the release of each step, relative to that of its z, `[steps]`."""
-    return np.sqrt(np.cumsum(inverse(bands, steps) ** 2))
+    return np.sqrt(np.cumsum(inverse(coefficients(bands, steps), steps) ** 2))
 
 
 def noise_added_up(bands: int, steps: int) -> NDArray[np.float64]:
     """Compute the standard deviation of the noise in the sum of the first 1, 2, … releases, in thresholds times σ, `[steps]`."""
-    return column_norm(bands) * np.sqrt(np.cumsum(np.cumsum(inverse(bands, steps)) ** 2))
+    return _added_up(coefficients(bands, steps), steps)
+
+
+def _added_up(column: Sequence[float], steps: int) -> NDArray[np.float64]:
+    return math.hypot(*column) * np.sqrt(np.cumsum(np.cumsum(inverse(column, steps)) ** 2))
 
 
 class CorrelatedNoise:
@@ -78,12 +96,12 @@ class CorrelatedNoise:
     is drawn again from the run's key.
 
     Args:
-        bands: b, 2 or more.
+        bands, steps: b, 2 or more, and T: see `coefficients`.
         generator: number and attempt of a step -> the source of its n_t; the same one for the same step and attempt.
     """
 
-    def __init__(self, bands: int, generator: Callable[[int, int], KeyedGenerator]):
-        self.coefficients, self._generator = coefficients(bands), generator
+    def __init__(self, bands: int, steps: int, generator: Callable[[int, int], KeyedGenerator]):
+        self.coefficients, self._generator = coefficients(bands, steps), generator
         # of each step so far, the attempt whose noise was applied
         self.attempts: list[int] = []
         # m_{t-1}, m_{t-2}, …; memory for others; t
@@ -135,8 +153,20 @@ class CorrelatedNoise:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a run must know to draw it all again."""
-        return {"attempts": list(self.attempts)}
+        return {"attempts": list(self.attempts), "coefficients": list(self.coefficients)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
+        """Go on from there.
+
+        Raises:
+            UserError: the run began with other coefficients, so that the noise of its earlier steps is not what would be drawn.
+        """
+        # a checkpoint that names none is of a version that had those of 1/2 alone
+        begun = state.get("coefficients", _powers(len(self.coefficients), 0.5))
+        if tuple(begun) != self.coefficients:
+            was, now = (f"({', '.join(f'{c:g}' for c in column)})" for column in (begun, self.coefficients))
+            raise UserError(
+                f"a step of this run takes back the noise of earlier ones by {was}, and this version of dpexp would go on with "
+                f"{now}: install the version that the run began with, or begin a new run in another folder"
+            )
         self.attempts, self._ahead = list(state["attempts"]), -1

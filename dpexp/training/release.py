@@ -64,7 +64,7 @@ class Release:
         # None where each step's noise is its own; it may have to know which attempts of earlier steps were applied
         self.correlated: CorrelatedNoise | None = None
         if plan.bands > 1:
-            self.correlated = CorrelatedNoise(plan.bands, partial(self.generator, "gradients"))
+            self.correlated = CorrelatedNoise(plan.bands, plan.steps, partial(self.generator, "gradients"))
 
     def noise(self, step: int) -> dict[str, Any]:
         """Standard deviations of a step: `gradients`, one per group, of what is new in this step, and `counts`, None where none
@@ -76,7 +76,7 @@ class Release:
         bands = self.plan.bands
         # what correlated noise takes back is rounded to the grid too
         check_multiplier(self.plan.sigma_new(step) * bands**0.5, sum(self.sizes) + len(self.sizes))
-        sigma = self.plan.sigma_new(step) * column_norm(bands)
+        sigma = self.plan.sigma_new(step) * column_norm(bands, self.plan.steps)
         stds = noise_stds(self.policy.values, self.sizes, sigma, self.allocation) * self.clipper.reach
         counts: float | list[float] | None = None
         if self.policy.adaptive:

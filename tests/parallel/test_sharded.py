@@ -236,7 +236,7 @@ def drawn(model):
     values = [p.detach().clone() for p in model.parameters()]
     before = checksum(values)
     correlated = [torch.zeros_like(value) for value in values]
-    noise = CorrelatedNoise(3, lambda step, attempt: KeyedGenerator(bytes([step]) * 32))
+    noise = CorrelatedNoise(3, 4, lambda step, attempt: KeyedGenerator(bytes([step]) * 32))
     for step in range(4):
         noise.add_(correlated, [0.5] * len(values), step, 0)
     return before, [*noisy(values), *map(whole, correlated)]

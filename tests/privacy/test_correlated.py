@@ -9,6 +9,8 @@ import pytest
 import torch
 from dp_accounting import GaussianDpEvent, NoOpDpEvent, PoissonSampledDpEvent, SelfComposedDpEvent
 from scipy.linalg import toeplitz
+from scipy.optimize import minimize
+from scipy.signal import lfilter
 
 from dpexp.errors import UserError
 from dpexp.privacy.accountants import epsilon
@@ -38,20 +40,36 @@ def source(step, attempt=0, kind=KeyedGenerator):
 
 
 def test_without_a_cut_the_matrix_is_the_square_root_of_the_prefix_sum():
-    root = lower(coefficients(12))
+    root = lower(coefficients(12, 12))
     assert np.abs(root @ root - np.tril(np.ones((12, 12)))).max() < 0.02  # of numbers in units of 1/256
-    assert coefficients(5) == (1, 0.5, 0.375, 0.3125, 0.2734375)
-    assert coefficients(1) == (1,)
-    assert column_norm(1) == 1
+    assert coefficients(5, 5) == (1, 0.5, 0.375, 0.3125, 0.2734375)
+    assert coefficients(1, 9) == (1,)
+    assert column_norm(1, 9) == 1
+
+
+@pytest.mark.parametrize(("bands", "steps"), [(2, 20), (4, 400), (16, 2000)])
+def test_no_other_numbers_leave_less_noise_in_the_weights(bands, steps):
+    def left(column):
+        impulse = np.eye(1, steps)[0]
+        sums = np.cumsum(lfilter([1.0], [1.0, *column], impulse)) ** 2
+        return (1 + np.square(column).sum()) * np.cumsum(sums).mean()
+
+    half = [math.comb(2 * lag, lag) / 4**lag for lag in range(1, bands)]
+    best = minimize(left, half, method="L-BFGS-B", bounds=[(0, 1)] * (bands - 1)).fun
+    found = left(coefficients(bands, steps)[1:])
+    assert found == pytest.approx(np.mean(noise_added_up(bands, steps) ** 2), rel=1e-9)
+    assert best * (1 - 1e-9) <= found < 1.005 * best
+    # of the square root, cut off; all of these are squares
+    assert found < left(half) * (0.74 if steps == 2000 else 0.99)
 
 
 @pytest.mark.parametrize("bands", [2, 3, 8])
 def test_how_noise_adds_up_is_that_of_the_inverse_matrix(bands):
     steps = 20
     column = np.zeros(steps)
-    column[:bands] = coefficients(bands)
+    column[:bands] = coefficients(bands, steps)
     inverted = np.linalg.inv(lower(column))
-    np.testing.assert_allclose(inverse(bands, steps), inverted[:, 0], atol=1e-12)
+    np.testing.assert_allclose(inverse(coefficients(bands, steps), steps), inverted[:, 0], atol=1e-12)
     np.testing.assert_allclose(noise_left(bands, steps), np.linalg.norm(inverted, axis=1))
     sums = np.tril(np.ones((steps, steps))) @ inverted
     norm = np.linalg.norm(column)
@@ -64,7 +82,7 @@ def test_an_example_moves_independent_noise_by_its_gradient_times_a_column(kind)
     """The statement that everything rests on: from releases and sums the independent noise follows, and one example of step 2
     moves that of the steps 2 to 4, by its gradient times 1, c_1, c_2 up to a unit, and no other."""
     bands, steps, size = 3, 7, 50
-    noise = CorrelatedNoise(bands, lambda step, attempt: source(step, attempt, kind))
+    noise = CorrelatedNoise(bands, steps, lambda step, attempt: source(step, attempt, kind))
     rng = torch.Generator().manual_seed(0)
     sums = [
         torch.randn(size, dtype=torch.float64, generator=rng).mul_(2.0**41).round_() for _ in range(steps)
@@ -78,7 +96,9 @@ def test_an_example_moves_independent_noise_by_its_gradient_times_a_column(kind)
         left = [after - before for after, before in zip(released, sums, strict=True)]
         found = []
         for step in range(steps):
-            back = sum(c * left[step - lag] for lag, c in enumerate(coefficients(bands)) if 0 < lag <= step)
+            back = sum(
+                c * left[step - lag] for lag, c in enumerate(coefficients(bands, steps)) if 0 < lag <= step
+            )
             found.append(left[step] + torch.as_tensor(back).round())
         return found
 
@@ -88,7 +108,7 @@ def test_an_example_moves_independent_noise_by_its_gradient_times_a_column(kind)
     gradient = torch.randn(size, dtype=torch.float64, generator=rng).mul_(2.0**40).round_()
     moved = [total + gradient if step == 2 else total for step, total in enumerate(sums)]
     for step, (here, there) in enumerate(zip(independent(sums), independent(moved), strict=True)):
-        factor = dict(enumerate(coefficients(bands), start=2)).get(step, 0.0)
+        factor = dict(enumerate(coefficients(bands, steps), start=2)).get(step, 0.0)
         assert float((here - there - factor * gradient).abs().max()) <= (1 if factor not in (0, 1) else 0), (
             step
         )
@@ -96,14 +116,14 @@ def test_an_example_moves_independent_noise_by_its_gradient_times_a_column(kind)
 
 def test_the_noise_that_adds_up_in_the_weights_is_the_one_that_is_told():
     bands, steps = 4, 24
-    noise, total = CorrelatedNoise(bands, source), torch.zeros(20_000, dtype=torch.float64)
+    noise, total = CorrelatedNoise(bands, steps, source), torch.zeros(20_000, dtype=torch.float64)
     for step in range(steps):
         release = torch.zeros_like(total)
         noise.add_([release], [1.0], step, 0)
         total += release
         # within five standard deviations
         assert float(release.std()) == pytest.approx(noise_left(bands, steps)[step], rel=0.025)
-        expected = noise_added_up(bands, steps)[step] / column_norm(bands)
+        expected = noise_added_up(bands, steps)[step] / column_norm(bands, steps)
         assert float(total.std()) == pytest.approx(expected, rel=0.025)
     assert expected < 0.5 * math.sqrt(steps)
 
@@ -119,19 +139,31 @@ def test_the_noise_of_earlier_steps_is_drawn_again_from_the_attempts_that_were_a
         return found
 
     attempts = [0, 2, 0, 1, 0, 0]
-    noise = CorrelatedNoise(3, source)
+    noise = CorrelatedNoise(3, 6, source)
     whole = take(noise, range(6), attempts)
     # the last one again, as where something failed behind it
     assert torch.equal(take(noise, [5], attempts)[0], whole[5])
     # another attempt takes its place
     assert not torch.equal(take(noise, [5], [0] * 5 + [1])[0], whole[5])
     assert noise.attempts == [0, 2, 0, 1, 0, 1]
-    other = CorrelatedNoise(3, source)
+    other = CorrelatedNoise(3, 6, source)
     other.load_state_dict({"attempts": attempts[:4]})
     assert all(torch.equal(*pair) for pair in zip(take(other, [4, 5], attempts), whole[4:], strict=True))
-    wrong = CorrelatedNoise(3, source)
+    wrong = CorrelatedNoise(3, 6, source)
     wrong.load_state_dict({"attempts": [0, 2, 0, 0]})
     assert not torch.equal(take(wrong, [4], attempts)[0], whole[4])
+
+
+def test_a_run_does_not_go_on_with_other_numbers():
+    """What was taken back before was another part of the noise: from the releases of both, more than one coin would follow."""
+    noise = CorrelatedNoise(4, 400, source)
+    noise.load_state_dict({"attempts": [0, 0], "coefficients": list(coefficients(4, 400))})
+    with pytest.raises(UserError, match=r"by \(1, 0.65625, .* would go on with \(1, 0.78125"):
+        noise.load_state_dict({"attempts": [0, 0], "coefficients": list(coefficients(4, 60))})
+    # as versions before these numbers wrote them: those of the square root
+    with pytest.raises(UserError, match=r"by \(1, 0.5, 0.375, 0.3125\)"):
+        noise.load_state_dict({"attempts": [0, 0]})
+    CorrelatedNoise(4, 4, source).load_state_dict({"attempts": [0, 0]})
 
 
 def test_a_draw_that_was_cut_off_leaves_nothing_behind():
@@ -140,7 +172,7 @@ def test_a_draw_that_was_cut_off_leaves_nothing_behind():
         noise.add_([release], [1.0], step, 0)
         return release
 
-    whole, cut = CorrelatedNoise(2, source), CorrelatedNoise(2, source)
+    whole, cut = CorrelatedNoise(2, 5, source), CorrelatedNoise(2, 5, source)
     expected = [take(whole, step) for step in range(5)]
     for step in range(4):
         take(cut, step)
@@ -251,12 +283,12 @@ def test_what_is_charged_covers_every_history_of_crashes():
             moved = Counter()
             for number in range(len(tree)):
                 found, before = [], number
-                for factor in coefficients(bands):
+                for factor in coefficients(bands, steps):
                     if before is not None:
                         found += [(before, factor)] if tree[before][0] % bands == part else []
                         before = tree[before][2]
                 assert len(found) <= 1
-                moved.update({coin: (factor / column_norm(bands)) ** 2 for coin, factor in found})
+                moved.update({coin: (factor / column_norm(bands, steps)) ** 2 for coin, factor in found})
             pairs = zip(sorted(moved.values(), reverse=True), reversed(charges), strict=False)
             assert len(moved) <= len(charges)
             assert all(coin <= charge * (1 + 1e-9) for coin, charge in pairs)

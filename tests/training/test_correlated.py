@@ -159,7 +159,7 @@ def test_what_adds_up_in_the_weights_is_what_was_promised(tmp_path):
             told.append(engine._steps.stds[id(model.weight)])
     moved = float((model.weight.detach() - start).std())
     assert moved == pytest.approx(0.5 / 10 * noise_added_up(3, 6)[-1], rel=0.03)
-    assert told == pytest.approx((0.5 / 10 * column_norm(3) * noise_left(3, 6)).tolist())
+    assert told == pytest.approx((0.5 / 10 * column_norm(3, 6) * noise_left(3, 6)).tolist())
 
 
 @pytest.mark.parametrize(
