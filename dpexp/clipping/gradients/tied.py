@@ -39,7 +39,7 @@ class Tied(PerExampleGradient):
         B, heads, _, d = self.outer._sizes()
         lookups = self.lookup.g.shape[1]
         cross = Cost(2 * B * heads * lookups * d, 2 * B * heads * lookups)
-        return self.outer.cost("ghost") + self.lookup.cost(self.lookup.cheapest()) + cross
+        return self.outer.cost("ghost") + self.lookup.cost("segments") + cross
 
     def workspace(self, method: str) -> int:
         if method != "ghost":
@@ -60,7 +60,7 @@ class Tied(PerExampleGradient):
 
     def _norms(self, method: str) -> tuple[Tensor, Tensor]:
         norms, magnitudes = self.outer._norms("ghost")
-        looked_up, lengths = self.lookup._norms(self.lookup.cheapest())
+        looked_up, lengths = self.lookup._norms("segments")
         magnitudes = (norms if magnitudes is None else magnitudes) + lengths
         norms = (norms + looked_up).to(self.dtype)
         magnitudes = magnitudes.to(self.dtype)
@@ -70,14 +70,15 @@ class Tied(PerExampleGradient):
     def _cross(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Inner products of the two gradients, for some examples, and their magnitudes."""
         h, gh = (x[start:stop] for x in self.outer.parts)
-        ids, ge, real = self.lookup.ids[start:stop], self.lookup.g[start:stop], self.lookup.real()
+        ids, ge = self.lookup.ids[start:stop], self.lookup.g[start:stop]
+        skipped = self.lookup.skipped(ids)
         cross, lengths = h.new_zeros(2, len(h), dtype=self.dtype)
         # some head positions at a time; nothing is rounded that is summed as it is
         for some, logits in zip(h.split(ROWS, 1), gh.split(ROWS, 1), strict=True):
             products = numerics.product(some.to(self.dtype), ge.mT.to(self.dtype))
             picked = logits.gather(2, ids.long().unsqueeze(1).expand(-1, logits.shape[1], -1))
-            if real is not None:
-                picked = picked.masked_fill(~real[start:stop].unsqueeze(1), 0)
+            if skipped is not None:
+                picked = picked.masked_fill(skipped.unsqueeze(1), 0)
             products.mul_(picked)
             cross += products.sum((1, 2))
             lengths += products.abs_().sum((1, 2))
