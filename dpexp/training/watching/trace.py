@@ -39,7 +39,7 @@ from dpexp.training.watching.lines import (
     version_of,
 )
 from dpexp.training.watching.listening import listening
-from dpexp.training.watching.modes import put_below, take_off, unwrapped
+from dpexp.training.watching.modes import put_below, unwrapped
 from dpexp.training.watching.owned import Owned
 from dpexp.training.watching.padded import Padding
 from dpexp.training.watching.places import Places, entries
@@ -179,8 +179,7 @@ class Trace(TorchFunctionMode):
         self._own.look_for_sums()
         if dist.is_available() and dist.is_initialized():
             self._open.enter_context(listening(self._hear))
-        put_below(self)
-        self._open.callback(take_off, self)
+        self._open.enter_context(put_below(self))
 
     def end(self) -> None:
         """Watch no longer."""
