@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from dpexp.clipping.tapping.dataflow import NONE, Sizes, in_order
+from dpexp.clipping.tapping.forwards import PICKED
 from dpexp.clipping.tapping.node import BY_TAP
-from dpexp.clipping.tapping.roles import PICKED
 from dpexp.clipping.tapping.roots import has_16_bits, nodes_behind
 from dpexp.clipping.tapping.taps import Recorder
 from dpexp.clipping.tapping.uses import Value
