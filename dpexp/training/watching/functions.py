@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -135,7 +136,7 @@ def _look_at_rows(
     # the numbers of the examples, by which an augmentation may go, move with their rows
     batch[ROW_NUMBERS] = torch.arange(count, device=here)
     for step in steps:
-        losses = _augmented_losses(task, seed, step)
+        losses = partial(_augmented_losses, task, seed, step)
         note = look_at_losses(losses, model, batch, name, padding=task.pad_to is None, shared=shared)
         if note is not None:
             return note
@@ -194,14 +195,10 @@ class _Noting(Sequence[Any]):
         return getattr(self._rows, name)
 
 
-def _augmented_losses(task: Task, seed: int, step: int) -> Losses:
+def _augmented_losses(task: Task, seed: int, step: int, model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
     """What training makes of a collated batch, with its `ROW_NUMBERS`."""
-
-    def losses(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
-        rows = {name: part for name, part in batch.items() if name != ROW_NUMBERS}
-        return task.losses(model, task.augmented(rows, batch[ROW_NUMBERS].cpu().numpy(), seed, step))
-
-    return losses
+    rows = {name: part for name, part in batch.items() if name != ROW_NUMBERS}
+    return task.losses(model, task.augmented(rows, batch[ROW_NUMBERS].cpu().numpy(), seed, step))
 
 
 class _AsModule(nn.Module):
