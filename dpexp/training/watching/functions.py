@@ -25,7 +25,7 @@ from dpexp.clipping.tapping.forwards import tensors_in
 from dpexp.errors import UserError
 from dpexp.tasks.base import Task
 from dpexp.training.watching.collating import refuse_company, refuse_mixing
-from dpexp.training.watching.reading import refuse_other_rows
+from dpexp.training.watching.reading import numbers_of, refuse_other_rows
 
 # examples that are looked at
 EXAMPLES = 8
@@ -170,7 +170,9 @@ class _Noting(Sequence[Any]):
     """Rows, and whether others than the first ones were read."""
 
     def __init__(self, rows: Any, count: int) -> None:
-        self._rows, self._first, self.others = rows, range(len(rows))[:count], False
+        self._rows, self.others = rows, False
+        # and what has no number, as a column
+        self._allowed = {*range(count), None}
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -180,13 +182,9 @@ class _Noting(Sequence[Any]):
         return (self[i] for i in range(len(self)))
 
     def __getitem__(self, i: Any) -> Any:
-        try:
-            found = range(len(self._rows))[i]
-        except (TypeError, IndexError):
-            # numbers of another kind
-            return self._rows[i]
-        self.others |= not set(found if isinstance(found, range) else [found]).issubset(self._first)
-        return self._rows[i]
+        found = self._rows[i]
+        self.others |= not numbers_of(i, len(self)) <= self._allowed
+        return found
 
     def __getattr__(self, name: str) -> Any:
         if name == "_rows":
