@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from dpexp.clipping.gradients.numerics import along
 from dpexp.clipping.tapping.forwards import ForwardPass
 from dpexp.clipping.tapping.taps import Visit
 from dpexp.clipping.tapping.uses import Use
@@ -67,7 +68,7 @@ def _gradients(use: Use, saved: tuple[Tensor, ...], gy: Tensor, names: set[str])
     def of_others(s: Tensor, cleaned: Tensor) -> Tensor:
         if cleaned is s or s.shape[:1] != gy.shape[:1]:
             return s
-        return torch.where(idle.view(-1, *[1] * (s.dim() - 1)), cleaned, s)
+        return torch.where(along(idle, s), cleaned, s)
 
     found = use.plain_gradients(tuple(map(of_others, saved, clean)), gy, names)
     if all(bool(g.isfinite().all()) for g in found.values()):
@@ -79,7 +80,7 @@ def _gradients(use: Use, saved: tuple[Tensor, ...], gy: Tensor, names: set[str])
         if s.shape[:1] != gy.shape[:1] or s.layout != torch.strided:
             return s
         instead = torch.zeros_like(s[own]) if bool(idle[own]) else s[own]
-        return torch.where(idle.view(-1, *[1] * (s.dim() - 1)), instead, s)
+        return torch.where(along(idle, s), instead, s)
 
     return use.plain_gradients(tuple(map(own_alone, clean)), gy, names)
 

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.distributed._composable.contract import _get_registry
 
 from dpexp.clipping.compiling import uncompiled
+from dpexp.clipping.groups import trainable_parameters
 from dpexp.errors import UserError
 from dpexp.parallel import current
 from dpexp.parallel.ranks import said_who_is_gone
@@ -84,7 +85,7 @@ def parts_of(model: nn.Module) -> tuple[list[Any], dict[str, nn.Parameter]] | No
             f"the parameters are partitioned by DeepSpeed (ZeRO 3), which gathers them by itself: {WAY_OUT}"
         )
     modules = sharded_modules(model)
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    trained = trainable_parameters(model)
     sharded = [name for name, p in trained.items() if is_shard(p)]
     if not modules and not sharded:
         return None

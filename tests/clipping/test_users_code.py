@@ -842,3 +842,12 @@ def test_heads_in_turn(engine: str) -> None:
         return model(batch["x"])[batch["turn"]].square().sum(1)
 
     exact_in_company(TwoHeads(), batches, engine, losses)
+
+
+def test_attention_computes_what_it_does_without_a_clipper() -> None:
+    """Its own forward hands on the weights of its last layer, and never calls that: a hook there is not called with a clipper."""
+    x, attention = torch.randn(3, 4, 8), nn.MultiheadAttention(8, 2, batch_first=True)
+    attention.out_proj.register_forward_hook(lambda *_: 2 * _[-1])
+    before = attention(x, x, x)[0]
+    attach(attention)
+    assert torch.allclose(attention(x, x, x)[0], before, atol=1e-6)

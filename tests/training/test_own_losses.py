@@ -270,7 +270,19 @@ class Centred(TinyTask):
         )
 
 
-@pytest.mark.parametrize("task", [Partner(17), Centred()])
+class AtOnce(Partner):
+    """The same, all of them read at once."""
+
+    def __init__(self, shift: int) -> None:
+        super().__init__(shift)
+        self.train: Any = TensorDataset(*map(torch.stack, zip(*self.train, strict=True)))
+
+    def augmented(self, batch: dict[str, Tensor], indices: Any, seed: int, step: int) -> dict[str, Tensor]:
+        others = self.train[[(int(i) + self.shift) % len(self.train) for i in indices]][0]
+        return {**batch, "x": 0.5 * batch["x"] + 0.5 * others}
+
+
+@pytest.mark.parametrize("task", [Partner(17), AtOnce(17), Centred()])
 def test_a_task_that_reads_other_training_rows_than_those_of_its_batch_is_refused(task: TinyTask) -> None:
     rows = task.train
     with pytest.raises(UserError, match="read other rows of the training data than those of their batch"):
@@ -280,6 +292,7 @@ def test_a_task_that_reads_other_training_rows_than_those_of_its_batch_is_refuse
 
 def test_a_task_may_read_its_own_row_again() -> None:
     assert look_at_task(Partner(0), tiny_model(), 0) is None
+    assert look_at_task(AtOnce(0), tiny_model(), 0) is None
 
 
 def test_what_was_not_looked_at_is_among_the_conditions() -> None:

@@ -6,10 +6,9 @@ from dpexp.clipping.gradients.dense import Dense, Joined
 from dpexp.clipping.gradients.grouped import Grouped
 from dpexp.clipping.gradients.lookup import Lookup
 from dpexp.clipping.gradients.memory import Scratch
-from dpexp.clipping.gradients.merge import instantiated, merge
+from dpexp.clipping.gradients.merge import Tied, instantiated, merge
 from dpexp.clipping.gradients.outer import Outer
 from dpexp.clipping.gradients.pulled import Pulled
-from dpexp.clipping.gradients.tied import Tied
 
 __all__ = [
     "Conv",

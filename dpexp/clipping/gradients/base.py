@@ -345,12 +345,12 @@ class PerExampleGradient(ABC):
         Where a device would have to be waited for, the bound alone must do: norms of gradients that cancel are then
         overestimated.
         """
-        terms, cancels = self._terms(), rounding.cancels(squares, magnitudes)
+        cancels = rounding.cancels(squares, magnitudes)
+        bounds = rounding.of_gram_norms(squares, magnitudes, self._terms(), cancels)
         if not numerics.static(squares):
-            return rounding.raised(rounding.of_gram_norms(squares, magnitudes, terms, cancels), magnitudes)
+            return rounding.raised(bounds, magnitudes)
         if not bool(cancels.any()):
-            return rounding.of_gram_norms(squares, magnitudes, terms)
-        bounds = rounding.of_gram_norms(squares, magnitudes, terms, cancels)
+            return bounds
         doubt = Doubt(self, bounds, magnitudes, torch.where(cancels, squares, bounds))
         if doubts is None:
             return doubt.settled()

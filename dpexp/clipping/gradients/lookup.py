@@ -59,14 +59,9 @@ class Lookup(PerExampleGradient):
     def signature(self) -> tuple[Hashable, ...]:
         return ("lookup", tuple(self.g.shape), self.g.dtype, str(self.device))
 
-    def real(self) -> Tensor | None:
-        """``[B, T]``: False where the padding row was looked up; None where there is no padding row."""
-        return None if self.padding_idx is None else self.ids != self.padding_idx
-
-    def cheapest(self) -> str:
-        """The method of fewer flops, for those who do not measure."""
-        # `cost`, without the size of the batch
-        return "ghost" if self.g.shape[1] <= 1 else "segments"
+    def skipped(self, ids: Tensor) -> Tensor | None:
+        """Where the padding row was looked up, of the shape of ``ids``; None where there is no padding row."""
+        return None if self.padding_idx is None else ids == self.padding_idx
 
     def _terms(self) -> int:
         return self.g.shape[1]
@@ -83,16 +78,15 @@ class Lookup(PerExampleGradient):
 
     def _gram_norms(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         ids = self.ids[start:stop]
-        skipped = None if self.padding_idx is None else ids == self.padding_idx
-        return norms_by_key(ids, self.g[start:stop], skipped=skipped)
+        return norms_by_key(ids, self.g[start:stop], skipped=self.skipped(ids))
 
     def _segment_norms(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         ids, g = self.ids[start:stop], self.g[start:stop]
         B, T, d = g.shape
         dtype = numerics.wide(g.dtype)
         g = g.to(torch.float64 if T > LONGEST_RUN else dtype)
-        if self.padding_idx is not None:
-            g = g.masked_fill((ids == self.padding_idx).unsqueeze(2), 0)
+        if (skipped := self.skipped(ids)) is not None:
+            g = g.masked_fill(skipped.unsqueeze(2), 0)
         ordered, positions = ids.sort(1)
         starts = torch.ones_like(ordered)
         starts[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
@@ -108,11 +102,11 @@ class Lookup(PerExampleGradient):
 
     def _scaled(self, factors: Tensor | None) -> Tensor:
         """Output gradients times the factor of their example, zero at the padding row; ``[B * T, d]``."""
-        g, real = self.g.to(self.dtype), self.real()
+        g, skipped = self.g.to(self.dtype), self.skipped(self.ids)
         if factors is not None:
             g = g * factors.to(self.dtype).view(-1, 1, 1)
-        if real is not None:
-            g = g.masked_fill(~real.unsqueeze(2), 0)
+        if skipped is not None:
+            g = g.masked_fill(skipped.unsqueeze(2), 0)
         return g.reshape(-1, self.shape[1])
 
     def _gradients(self, start: int, stop: int, method: str, out: Tensor | None) -> Tensor:

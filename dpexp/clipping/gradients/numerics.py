@@ -139,12 +139,17 @@ def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
         return multiply(a, b) if out is None else multiply(a, b, out=out)
 
 
+def along(numbers: Tensor, x: Tensor) -> Tensor:
+    """One number for each row of ``x``, ``[B]``, in a shape that stands beside its rows, ``[B, 1, …]``."""
+    return numbers.view(-1, *[1] * (x.dim() - 1))
+
+
 def scale(x: Tensor, factors: Tensor) -> Tensor:
     """Multiply example i of ``x`` (``[B, ...]``) by ``factors[i]``, in float32 at least.
 
     Rounded to 16 bits, the scaled gradient would be up to 2^-9 longer than its threshold.
     """
-    return x * factors.to(wide(x.dtype)).view(-1, *[1] * (x.dim() - 1))
+    return x * along(factors.to(wide(x.dtype)), x)
 
 
 def scale_smaller(first: Tensor, second: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
@@ -235,7 +240,7 @@ def add_to(out: Tensor | None, value: Tensor) -> Tensor:
 
 def zero_examples(x: Tensor, keep: Tensor) -> Tensor:
     """A copy of ``x`` (``[B, ...]``) whose examples with ``keep[i] == False`` are zero, also where they were NaN."""
-    return x.masked_fill(~keep.view(-1, *[1] * (x.dim() - 1)), 0)
+    return x.masked_fill(~along(keep, x), 0)
 
 
 def all_finite(x: Tensor) -> bool:

@@ -75,18 +75,18 @@ def cancels(squares: Tensor, magnitudes: Tensor) -> Tensor:
     return magnitudes > CANCELS * squares
 
 
-def of_gram_norms(squares: Tensor, magnitudes: Tensor, terms: int, cancels: Tensor | None = None) -> Tensor:
+def of_gram_norms(squares: Tensor, magnitudes: Tensor, terms: int, cancels: Tensor) -> Tensor:
     """Upper bounds ``[B]`` of squared norms that Gram matrices gave.
 
     Args:
         squares: ``[B]``, |g|².
         magnitudes: ``[B]``, m².
         terms: T, how many terms a gradient is the sum of.
-        cancels: ``[B]``, of which gradients much cancels; None: of none.
+        cancels: ``[B]``, of which gradients much cancels.
     """
     u, usual = unit(squares.dtype), 1.5 * ONE_DIRECTION * min(terms, LONGEST)
     bounds = squares.add(magnitudes, alpha=usual * u)
-    return bounds if cancels is None else bounds.add_(torch.where(cancels, magnitudes, 0.0), alpha=GRAM * u)
+    return bounds.add_(torch.where(cancels, magnitudes, 0.0), alpha=GRAM * u)
 
 
 def of_instantiated_norms(squares: Tensor, magnitudes: Tensor, terms: int, ordinary: float) -> Tensor:

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from dpexp.clipping.groups import trainable_parameters
 from dpexp.clipping.independence.arguments import Inputs
 from dpexp.clipping.independence.batches import Variant
 from dpexp.clipping.independence.comparison import Comparison, outputs
@@ -37,7 +38,7 @@ class Backwards:
 
     def __init__(self, replay: Replay, comparison: Comparison):
         self._replay, self._comparison = replay, comparison
-        self._names = _some({name: p for name, p in replay.model.named_parameters() if p.requires_grad})
+        self._names = _some(trainable_parameters(replay.model))
 
     def parameter_that_differs(self, variant: Variant, batch: Inputs) -> str:
         """Return the name of a parameter whose gradient is another one in a variant; "" if none.

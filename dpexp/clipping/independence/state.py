@@ -60,16 +60,8 @@ class State:
 
         def set_back() -> None:
             fresh = _Copier()
-            for held, kept, own, hooks, empty, children in settings:
-                for table in empty:
-                    table.clear()
-                held.clear()
-                held.update(kept)
-                for key, value in own:
-                    held[key] = fresh(value)
-                for key, table in hooks:
-                    held[key] = copy(table)
-                held["_modules"] = dict(children)
+            for setting in settings:
+                setting(fresh)
 
         try:
             yield set_back
@@ -95,15 +87,27 @@ class _Saved:
         self.hooks = {key: copy(table) if table else type(table)() for key, table in tables.items()}
         self.children = dict(module._modules)
 
-    def setting(self, held: dict[str, Any]) -> tuple[dict, dict, list, list, list, dict]:
-        """What goes into the attributes of the module, ``held``."""
+    def setting(self, held: dict[str, Any]) -> Callable[[_Copier], None]:
+        """What sets the attributes of the module, ``held``, with fresh copies, each time it is called."""
         kept = {key: value for key, value in held.items() if _is_common(key)}
         # neither those that the forward added by itself and adds again, nor those that were there for it alone
         hooks = {key: _in_both(saved, held[key]) for key, saved in self.hooks.items()}
         kept |= hooks | self.fixed
         full = [(key, table) for key, table in hooks.items() if table]
         empty = [table for table in hooks.values() if not table]
-        return held, kept, list(self.own.items()), full, empty, self.children
+
+        def set_back(fresh: _Copier) -> None:
+            for table in empty:
+                table.clear()
+            held.clear()
+            held.update(kept)
+            for key, value in self.own.items():
+                held[key] = fresh(value)
+            for key, table in full:
+                held[key] = copy(table)
+            held["_modules"] = dict(self.children)
+
+        return set_back
 
 
 def _in_both(saved: dict[int, Any], now: dict[int, Any]) -> dict[int, Any]:

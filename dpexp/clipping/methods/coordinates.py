@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +22,8 @@ from dpexp.clipping.methods.whole import Method, flatten, representable, split
 
 class Coordinates(Method):
     """Centred and scaled; a = 0, b = 1 until a subclass moves them."""
+
+    KEPT: tuple[str, ...] = ("scale", "centre")
 
     def setup(self, params: dict[str, nn.Parameter], clip_norm: float) -> tuple[list[Group], list[float]]:
         """One group."""
@@ -53,19 +54,6 @@ class Coordinates(Method):
 
     def learn(self, gradients: Rows, noise: Rows) -> None:
         """Move a and b by the noisy mean gradient and the standard deviation of its noise."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """a, b and what they are made of."""
-        return {key: value for key, value in vars(self).items() if key in self.KEPT}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a `state_dict`."""
-        for key, value in state.items():
-            if isinstance(value, dict):
-                value = {name: tensor.to(self.params[name].device) for name, tensor in value.items()}
-            setattr(self, key, value)
-
-    KEPT: tuple[str, ...] = ("scale", "centre")
 
 
 class AdaClip(Coordinates):

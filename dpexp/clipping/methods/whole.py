@@ -35,7 +35,13 @@ from dpexp.errors import UserError
 
 
 class Method(ABC):
-    """How per-example gradients become a sum with bounded contributions. A subclass writes `clip`, and what else it needs."""
+    """How per-example gradients become a sum with bounded contributions. A subclass writes `clip`, and what else it needs.
+
+    Attributes:
+        KEPT: names of what the next step depends on; all of it public or released.
+    """
+
+    KEPT: tuple[str, ...] = ()
 
     def setup(self, params: dict[str, nn.Parameter], clip_norm: float) -> tuple[list[Group], list[float]]:
         """Take the parameters, and return K groups with their thresholds."""
@@ -66,11 +72,15 @@ class Method(ABC):
         """Make of the noisy means in ``p.grad`` what an optimiser expects there. ``stds``: of their noise, by ``id(p)``."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What the next step depends on; all of it public or released."""
-        return {}
+        """What the next step depends on."""
+        return {key: value for key, value in vars(self).items() if key in self.KEPT}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a `state_dict`."""
+        for key, value in state.items():
+            if isinstance(value, dict):
+                value = {name: tensor.to(self.params[name].device) for name, tensor in value.items()}
+            setattr(self, key, value)
 
 
 class VectorClipper(Clipper):

@@ -17,7 +17,7 @@ from dpexp.clipping.survey.formula_check import Formulas
 from dpexp.clipping.survey.observed import Observed, apart, views
 from dpexp.clipping.survey.ownership import MIXED, Ownership
 from dpexp.clipping.survey.waiting import Waiting
-from dpexp.clipping.tapping.roles import NATIVE, SHARED
+from dpexp.clipping.tapping.forwards import NATIVE, SHARED
 from dpexp.clipping.tapping.taps import Visit
 from dpexp.clipping.tapping.uses import Use
 from dpexp.errors import LateError, UserError

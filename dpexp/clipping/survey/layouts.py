@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from dpexp.clipping.gradients import PerExampleGradient
+from dpexp.clipping.gradients.numerics import along
 from dpexp.clipping.loop import finite
 from dpexp.clipping.tapping.uses import Arrival, Use
 
@@ -75,12 +76,12 @@ class Owned:
         found = tensor[self.places.flatten()]
         # an example without any row is not to lose its gradient by a row of another one
         clean = finite(found)
-        return found if clean is found else torch.where(self._beside(found), found, clean)
+        return found if clean is found else torch.where(along(self.real, found), found, clean)
 
     def gradients(self, gy: Tensor) -> Tensor:
         """Return the rows ``[B * m, …]`` of gradients ``[R, …]``; zeros where an example lacks one."""
         found = self.gathered(gy)
-        return found.masked_fill_(~self._beside(found), 0)
+        return found.masked_fill_(~along(self.real, found), 0)
 
     def weighted(self, tensor: Tensor, by_row: Tensor) -> Tensor:
         """Multiply each row of a tensor ``[R, …]`` by the weight of its example, of which each has as many in ``by_row``.
@@ -88,10 +89,7 @@ class Owned:
         One without an owner becomes zero.
         """
         own = by_row.to(tensor)[self.owners.clamp(min=0) * (len(by_row) // len(self.places))]
-        return tensor * own.masked_fill(self.owners < 0, 0).view(-1, *[1] * (tensor.dim() - 1))
-
-    def _beside(self, tensor: Tensor) -> Tensor:
-        return self.real.view(-1, *[1] * (tensor.dim() - 1))
+        return tensor * along(own.masked_fill(self.owners < 0, 0), tensor)
 
 
 # which rows are whose: a name, or what was found of one batch
@@ -215,4 +213,4 @@ def weighted_rows(tensor: Tensor, layout: Layout, rows: int, by_row: Tensor) -> 
         return weighted_rows(tensor.transpose(0, 1), BLOCKED, rows, by_row).transpose(0, 1)
     times = len(tensor) // rows
     weights = by_row.repeat(times) if layout == STRIDED else by_row.repeat_interleave(times)
-    return tensor * weights.to(tensor).view(-1, *[1] * (tensor.dim() - 1))
+    return tensor * along(weights.to(tensor), tensor)

@@ -25,8 +25,8 @@ from dpexp.clipping.compiling import uncompiled
 from dpexp.clipping.refusals import STRIDED
 from dpexp.clipping.tapping import copies, meeting
 from dpexp.clipping.tapping.dataflow import KINDS, in_place
+from dpexp.clipping.tapping.forwards import DERIVE, NATIVE, PLAIN, SHARED, USE
 from dpexp.clipping.tapping.rewritten import REWRITTEN_FUNCTIONS
-from dpexp.clipping.tapping.roles import DERIVE, NATIVE, PLAIN, SHARED, USE
 from dpexp.clipping.tapping.taps import Recorder
 from dpexp.clipping.tapping.values import Call, operation_key
 from dpexp.errors import UserError

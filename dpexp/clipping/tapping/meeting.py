@@ -11,7 +11,7 @@ from torch import Tensor
 from dpexp.clipping.operations import ANY_FUNCTION, FORMULAS, spreads
 from dpexp.clipping.tapping.copies import spread
 from dpexp.clipping.tapping.dataflow import in_place
-from dpexp.clipping.tapping.roles import USE
+from dpexp.clipping.tapping.forwards import USE
 from dpexp.clipping.tapping.uses import Slot, Template, Use, Value, ValueSlot, in_autocast, kind_of
 from dpexp.clipping.tapping.values import Call, has_rows, origin, values_of
 from dpexp.errors import UserError

@@ -11,8 +11,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from dpexp.clipping.tapping.forwards import PLAIN
 from dpexp.clipping.tapping.messages import OVERWRITTEN, PLAINLY, TWICE
-from dpexp.clipping.tapping.roles import PLAIN
 from dpexp.clipping.tapping.uses import Use
 from dpexp.errors import LateError, UserError
 

@@ -1,9 +1,9 @@
 """Modules whose own forward hides its parameters inside one fused call, written out as ordinary linear maps and lookups.
 
-`nn.MultiheadAttention`, `nn.LSTM`, `nn.GRU`, `nn.RNN`, their cells and `nn.EmbeddingBag` hand their weights to a single C++
-function, where no tap can go. These forwards compute the same with ``F.linear`` and ``F.embedding``, whose parameters `following`
-follows; so does what stands for `F.multi_head_attention_forward` in modules of one's own. What they don't cover (key
-and value biases, inputs without a batch) runs natively and is left to the per-example loop: exact, and slow.
+`nn.LSTM`, `nn.GRU`, `nn.RNN`, their cells and `nn.EmbeddingBag` hand their weights to a single C++ function, where no tap can
+go. These forwards compute the same with ``F.linear`` and ``F.embedding``, whose parameters `following` follows; so does what
+stands for `F.multi_head_attention_forward`, the function of `nn.MultiheadAttention` and of modules of one's own. What they don't
+cover (key and value biases, inputs without a batch) runs natively and is left to the per-example loop: exact, and slow.
 """
 
 from __future__ import annotations
@@ -25,91 +25,41 @@ Forward = Callable[..., Any]
 Product = Callable[[Tensor, int], Tensor]
 
 
-def multihead_attention(
-    self: nn.MultiheadAttention,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    key_padding_mask: Tensor | None = None,
-    need_weights: bool = True,
-    attn_mask: Tensor | None = None,
-    average_attn_weights: bool = True,
-    is_causal: bool = False,
-) -> Any:
-    """Attention over ``[B, T, E]`` (``[T, B, E]`` without ``batch_first``), with boolean (True: hidden) or additive masks."""
-    if query.dim() != 3 or self.bias_k is not None or self.add_zero_attn:
-        return NotImplemented
-    separate = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
-    out, attended = _attended(
-        (query, key, value), self.batch_first, self.num_heads,
-        self.in_proj_weight if self._qkv_same_embed_dim else separate, self.in_proj_bias,
-        self.dropout if self.training else 0.0, key_padding_mask, attn_mask, need_weights, average_attn_weights,
-    )  # fmt: skip
-    out = self.out_proj(out)
-    return (out if self.batch_first else out.transpose(0, 1)), attended
+ATTENTION = inspect.signature(F.multi_head_attention_forward)
 
 
-def attention_function(*args: Any, **kwargs: Any) -> Any:
-    """`F.multi_head_attention_forward`, which attention of one's own calls with weights of its own, over ``[T, B, E]``."""
-    bound = inspect.signature(F.multi_head_attention_forward).bind(*args, **kwargs)
+def multi_head_attention(*args: Any, **kwargs: Any) -> Any:
+    """Attention over ``[T, B, E]``, with boolean (True: hidden) or additive masks."""
+    bound = ATTENTION.bind(*args, **kwargs)
     bound.apply_defaults()
     given = SimpleNamespace(**bound.arguments)
     more = (given.bias_k, given.bias_v, given.static_k, given.static_v)
     if given.query.dim() != 3 or given.add_zero_attn or any(part is not None for part in more):
         return NotImplemented
-    separate = (given.q_proj_weight, given.k_proj_weight, given.v_proj_weight)
-    out, attended = _attended(
-        (given.query, given.key, given.value), False, given.num_heads,
-        separate if given.use_separate_proj_weight else given.in_proj_weight, given.in_proj_bias,
-        given.dropout_p if given.training else 0.0, given.key_padding_mask, given.attn_mask,
-        given.need_weights, given.average_attn_weights,
-    )  # fmt: skip
-    return F.linear(out, given.out_proj_weight, given.out_proj_bias).transpose(0, 1), attended
-
-
-def _attended(
-    given: tuple[Tensor, Tensor, Tensor],
-    batch_first: bool,
-    heads: int,
-    weights: Any,
-    bias: Any,
-    dropout: float,
-    key_padding_mask: Tensor | None,
-    attn_mask: Tensor | None,
-    need_weights: bool,
-    average: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """What the heads of an attention find, side by side, ``[B, T, E]``, and with which weights.
-
-    Args:
-        given: query, key and value.
-        weights: of the projections, in one matrix or in three.
-        bias: of all three.
-        average: whether the weights are a mean over the heads.
-    """
-    query, key, value = given
-    same = query is key and key is value
-    if not batch_first:
-        query, key, value = (x.transpose(0, 1) for x in given)
-    if isinstance(weights, Tensor) and same:
-        q, k, v = F.linear(query, weights, bias).chunk(3, dim=-1)
+    same = given.query is given.key and given.key is given.value
+    query, key, value = (x.transpose(0, 1) for x in (given.query, given.key, given.value))
+    weight, bias = given.in_proj_weight, given.in_proj_bias
+    if same and not given.use_separate_proj_weight:
+        q, k, v = F.linear(query, weight, bias).chunk(3, dim=-1)
     else:
-        apart = weights.chunk(3) if isinstance(weights, Tensor) else weights
+        separate = (given.q_proj_weight, given.k_proj_weight, given.v_proj_weight)
+        weights = separate if given.use_separate_proj_weight else weight.chunk(3)
         biases = (None, None, None) if bias is None else bias.chunk(3)
-        q, k, v = (F.linear(x, w, b) for x, w, b in zip((query, key, value), apart, biases, strict=True))
+        q, k, v = (F.linear(x, w, b) for x, w, b in zip((query, key, value), weights, biases, strict=True))
     # [B, H, T, E / H]
-    q, k, v = (x.unflatten(-1, (heads, -1)).transpose(1, 2) for x in (q, k, v))
-    mask = _attention_mask(attn_mask, key_padding_mask, q, k)
+    q, k, v = (x.unflatten(-1, (given.num_heads, -1)).transpose(1, 2) for x in (q, k, v))
+    mask = _attention_mask(given.attn_mask, given.key_padding_mask, q, k)
+    dropout = given.dropout_p if given.training else 0.0
     attended: Tensor | None = None
-    if need_weights:
+    if given.need_weights:
         scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
         attended = F.dropout(torch.softmax(scores if mask is None else scores + mask, dim=-1), dropout)
         out = attended @ v
+        attended = attended.mean(dim=1) if given.average_attn_weights else attended
     else:
         out = F.scaled_dot_product_attention(q, k, v, mask, dropout)
-    if attended is not None and average:
-        attended = attended.mean(dim=1)
-    return out.transpose(1, 2).flatten(2), attended
+    out = F.linear(out.transpose(1, 2).flatten(2), given.out_proj_weight, given.out_proj_bias)
+    return out.transpose(0, 1), attended
 
 
 def _attention_mask(attn_mask: Tensor | None, padding: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
@@ -321,7 +271,6 @@ def _by_bag(given: Tensor, offsets: Tensor, last: bool) -> Tensor:
 
 
 REWRITTEN: dict[type[nn.Module], Forward] = {
-    nn.MultiheadAttention: multihead_attention,
     nn.LSTM: recurrent,
     nn.GRU: recurrent,
     nn.RNN: recurrent,
@@ -330,5 +279,4 @@ REWRITTEN: dict[type[nn.Module], Forward] = {
     nn.RNNCell: cell,
     nn.EmbeddingBag: embedding_bag,
 }
-# functions that a module of one's own gives its parameters to
-REWRITTEN_FUNCTIONS: dict[Any, Forward] = {F.multi_head_attention_forward: attention_function}
+REWRITTEN_FUNCTIONS: dict[Any, Forward] = {F.multi_head_attention_forward: multi_head_attention}

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from dpexp.clipping.gradients.numerics import along
 from dpexp.clipping.tapping.forwards import ForwardPass
 from dpexp.errors import UserError
 
@@ -130,7 +131,7 @@ class Roots:
         found = []
         for gradient in self.gradients:
             by_row = weights.to(gradient).repeat_interleave(gradient.shape[0] // self.num_examples)
-            by_row = by_row.view(-1, *[1] * (gradient.dim() - 1))
+            by_row = along(by_row, gradient)
             found.append(torch.where(by_row == 0, 0.0, gradient * by_row).to(gradient.dtype))
         return found
 

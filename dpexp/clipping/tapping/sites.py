@@ -71,7 +71,7 @@ def find_sites(model: nn.Module, recorder: Recorder) -> list[tuple[nn.Module, Si
 def install(module: nn.Module, site: Site) -> None:
     """Swap the class of ``module``; its parameters, buffers, hooks and children stay untouched."""
     cls: Any = type(module)
-    alone = next(module.children(), None) is None or cls in REWRITTEN
+    alone = next(module.children(), None) is None or cls is nn.MultiheadAttention
     made = swapped_class(cls, tuple(site.params), alone, is_parametrized(module))
     module.__dict__[SITE] = site
     module.__class__ = made
@@ -97,7 +97,8 @@ def swapped_class(
     Args:
         cls: of the module.
         params: local names.
-        with_forward: whether its forward runs as one piece, uncompiled: a module without children, or one that is rewritten.
+        with_forward: whether its forward runs as one piece, uncompiled: a module without children, or one whose child's weights
+            it hands to a function itself.
         parametrized: whether torch has given ``cls`` a property of its own for a tensor, and may want to delete it.
     """
     body: dict[str, Any] = {local: _property(local) for local in params}

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from dpexp.clipping.tapping.dataflow import NONE, Sizes, in_order
-from dpexp.clipping.tapping.roles import PICKED
+from dpexp.clipping.tapping.forwards import PICKED
+from dpexp.clipping.tapping.node import BY_TAP
 from dpexp.clipping.tapping.roots import has_16_bits, nodes_behind
 from dpexp.clipping.tapping.taps import Recorder
 from dpexp.clipping.tapping.uses import Value
@@ -85,7 +86,7 @@ def _behind(recorder: Recorder, value: Tensor) -> tuple[dict[str, nn.Parameter],
             if name is None:
                 return {}, rounds
             reached[name] = node.variable
-        elif type(node).__name__ == "TapBackward":
+        elif isinstance(node, BY_TAP):
             return {}, rounds
     return {name: reached[name] for name in recorder.params if name in reached}, rounds
 

@@ -295,14 +295,14 @@ def padding_token(collate_fn: Collate, examples: Sequence[Any], batch: Any) -> i
         such number.
     """
     tried: list[Any] | None = None
-    for rows_of in (_tokens, _numbers):
-        if not (together := rows_of(batch, len(examples))):
+    for are_ids in (True, False):
+        if not (together := _rows(batch, len(examples), are_ids)):
             continue
         if tried is None:
             tried = [collated(collate_fn, [example]) for example in examples[:EXAMPLES]]
         if any(other is None for other in tried):
             return None
-        alone = [rows_of(other, 1) for other in tried]
+        alone = [_rows(other, 1, are_ids) for other in tried]
         for place, rows in enumerate(together):
             for row, single in zip(rows, alone, strict=False):
                 if len(single) != len(together) or (own := single[place].shape[1]) >= len(row):
@@ -407,18 +407,10 @@ def leaves_of(batch: Any) -> list[Tensor]:
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
-def _tokens(batch: Any, count: int) -> list[Tensor]:
-    """The tensors of whole numbers with two dimensions, one row for each example."""
-    return [leaf for leaf in _rows(batch, count) if leaf.dim() == 2 and leaf.dtype == torch.int64]
-
-
-def _numbers(batch: Any, count: int) -> list[Tensor]:
-    """The tensors of numbers with a fraction, one row for each example."""
-    return [leaf for leaf in _rows(batch, count) if leaf.is_floating_point()]
-
-
-def _rows(batch: Any, count: int) -> list[Tensor]:
+def _rows(batch: Any, count: int, are_ids: bool) -> list[Tensor]:
+    """The tensors with a row for each example: of whole numbers with two dimensions, or of numbers with a fraction."""
     # of nested tensors nothing is padded
-    return [
-        leaf for leaf in leaves_of(batch) if not leaf.is_nested and leaf.dim() > 1 and leaf.shape[0] == count
-    ]
+    leaves = [t for t in leaves_of(batch) if not t.is_nested and t.dim() > 1 and len(t) == count]
+    if are_ids:
+        return [t for t in leaves if t.dim() == 2 and t.dtype == torch.int64]
+    return [t for t in leaves if t.is_floating_point()]

@@ -10,8 +10,23 @@ from collections.abc import Collection
 from dpexp.errors import UserError
 from dpexp.training.watching.lines import ADDING, SHAPES, name_of
 from dpexp.training.watching.memory import Remains
-from dpexp.training.watching.messages import COUNTED, EARLIER, REPEATED
 from dpexp.training.watching.tape import Tape
+
+EARLIER = (
+    "{what} on what an earlier batch has left behind (a running mean, a memory bank, a replay buffer): that holds other "
+    "examples, without noise; or on rows of the data set that the loop has read beside its batch (negatives, a mean over all). "
+    "This voids any guarantee. Leave it out, or make it of public data; what belongs to an example stands in the data set"
+)
+COUNTED = (
+    "{what} on a number that the loop has made of its batch or of the one before (.item(), float(), a mean that the model gives "
+    "back or keeps, what ranks add up or gather, a gradient of all losses together), and so on all of its examples, whether a "
+    "gradient shows it or not. This voids any guarantee. Leave it out, or use a public one"
+)
+REPEATED = (
+    "the loop takes rows of its batch so that some stand twice (a bootstrap, classes made equally frequent, a row in place "
+    "of another): their examples have two losses each, and move the clipped sum by twice the threshold. Leave it out: in a "
+    "Poisson sample every example stands once"
+)
 
 
 def refuse_others(tape: Tape, number: int, what: str) -> None:

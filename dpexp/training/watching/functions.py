@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from dpexp.clipping.tapping.forwards import tensors_in
 from dpexp.errors import UserError
 from dpexp.tasks.base import Task
 from dpexp.training.watching.collating import refuse_company, refuse_mixing
-from dpexp.training.watching.reading import refuse_other_rows
+from dpexp.training.watching.reading import numbers_of, refuse_other_rows
 
 # examples that are looked at
 EXAMPLES = 8
@@ -135,7 +136,7 @@ def _look_at_rows(
     # the numbers of the examples, by which an augmentation may go, move with their rows
     batch[ROW_NUMBERS] = torch.arange(count, device=here)
     for step in steps:
-        losses = _augmented_losses(task, seed, step)
+        losses = partial(_augmented_losses, task, seed, step)
         note = look_at_losses(losses, model, batch, name, padding=task.pad_to is None, shared=shared)
         if note is not None:
             return note
@@ -169,7 +170,9 @@ class _Noting(Sequence[Any]):
     """Rows, and whether others than the first ones were read."""
 
     def __init__(self, rows: Any, count: int) -> None:
-        self._rows, self._first, self.others = rows, range(len(rows))[:count], False
+        self._rows, self.others = rows, False
+        # and what has no number, as a column
+        self._allowed = {*range(count), None}
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -179,13 +182,9 @@ class _Noting(Sequence[Any]):
         return (self[i] for i in range(len(self)))
 
     def __getitem__(self, i: Any) -> Any:
-        try:
-            found = range(len(self._rows))[i]
-        except (TypeError, IndexError):
-            # numbers of another kind
-            return self._rows[i]
-        self.others |= not set(found if isinstance(found, range) else [found]).issubset(self._first)
-        return self._rows[i]
+        found = self._rows[i]
+        self.others |= not numbers_of(i, len(self)) <= self._allowed
+        return found
 
     def __getattr__(self, name: str) -> Any:
         if name == "_rows":
@@ -194,14 +193,10 @@ class _Noting(Sequence[Any]):
         return getattr(self._rows, name)
 
 
-def _augmented_losses(task: Task, seed: int, step: int) -> Losses:
+def _augmented_losses(task: Task, seed: int, step: int, model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
     """What training makes of a collated batch, with its `ROW_NUMBERS`."""
-
-    def losses(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
-        rows = {name: part for name, part in batch.items() if name != ROW_NUMBERS}
-        return task.losses(model, task.augmented(rows, batch[ROW_NUMBERS].cpu().numpy(), seed, step))
-
-    return losses
+    rows = {name: part for name, part in batch.items() if name != ROW_NUMBERS}
+    return task.losses(model, task.augmented(rows, batch[ROW_NUMBERS].cpu().numpy(), seed, step))
 
 
 class _AsModule(nn.Module):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from dpexp.clipping.groups import trainable_parameters
 from dpexp.clipping.independence.comparison import held_in, same_buffer
 from dpexp.errors import UserError
 from dpexp.training.watching.misfits import FLOATS, moved_by, refuse_misfits
@@ -184,7 +185,7 @@ class GradientGuard:
     """Notices when anyone but the engine writes to `p.grad` while a logical batch is being summed."""
 
     def __init__(self, model: nn.Module):
-        self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.parameters = trainable_parameters(model)
         self._seen: list[tuple[int, int] | None] = []
 
     def look(self) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -10,14 +11,14 @@ from torch._C import _functorch
 from torch.overrides import _get_current_function_mode, _pop_mode, _push_mode
 
 
-def put_below(mode: Any) -> None:
-    """Enter a mode below those that the loop has entered: who leaves one takes the topmost off."""
+@contextmanager
+def put_below(mode: Any) -> Iterator[None]:
+    """Inside, a mode is below those that the loop has entered, for who leaves one takes the topmost off."""
     _stack([mode, *_unstacked()])
-
-
-def take_off(mode: Any) -> None:
-    """Leave a mode, wherever it stands."""
-    _stack([other for other in _unstacked() if other is not mode])
+    try:
+        yield
+    finally:
+        _stack([other for other in _unstacked() if other is not mode])
 
 
 def unwrapped(tensor: Tensor) -> Tensor:

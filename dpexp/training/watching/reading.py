@@ -74,12 +74,12 @@ def reading_alone(dataset: Any, numbers: Collection[int]) -> Iterator[None]:
             kind.__getitem__ = own
         elif kind is not object:
             del kind.__getitem__
-    if not all(_numbers(item, len(dataset)) <= set(numbers) for item in asked):
+    if not all(numbers_of(item, len(dataset)) <= set(numbers) for item in asked):
         raise UserError(COLLATES_OTHERS)
 
 
-def _numbers(item: Any, size: int) -> set[Any]:
-    """Which examples a data set of this size is asked for; None of a column, or whatever else it gives."""
+def numbers_of(item: Any, size: int) -> set[Any]:
+    """Return which examples a data set of this size is asked for; None of a column, or whatever else it gives."""
     try:
         found = range(size)[item]
     except (TypeError, IndexError):

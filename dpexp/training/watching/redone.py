@@ -17,8 +17,7 @@ from torch import Tensor
 from dpexp.clipping.independence.comparison import ROUNDING, bits_of
 from dpexp.clipping.survey.layouts import fixed_order
 from dpexp.errors import UntoldError, UserError, without_data
-from dpexp.training.watching.flows import refuse_others, refuse_repeated
-from dpexp.training.watching.messages import REPEATED
+from dpexp.training.watching.flows import REPEATED, refuse_others, refuse_repeated
 from dpexp.training.watching.owned import WRITTEN
 from dpexp.training.watching.padded import FACTORS, in_padding, padded_further
 from dpexp.training.watching.places import Place, rows_changed

@@ -22,6 +22,7 @@ from dpexp.clipping.tapping.forwards import tensors_in
 from dpexp.errors import UntoldError, UserError, without_data
 from dpexp.training.generators import Drawn
 from dpexp.training.watching.aliases import Aliases
+from dpexp.training.watching.flows import EARLIER, REPEATED
 from dpexp.training.watching.lines import (
     COMING,
     DIFFERENTIATING,
@@ -38,8 +39,7 @@ from dpexp.training.watching.lines import (
     version_of,
 )
 from dpexp.training.watching.listening import listening
-from dpexp.training.watching.messages import EARLIER, NOT_PUBLIC, REPEATED, SCALED
-from dpexp.training.watching.modes import put_below, take_off, unwrapped
+from dpexp.training.watching.modes import put_below, unwrapped
 from dpexp.training.watching.owned import Owned
 from dpexp.training.watching.padded import Padding
 from dpexp.training.watching.places import Places, entries
@@ -48,10 +48,18 @@ from dpexp.training.watching.tape import Known, Tape
 
 # as many numbers as somebody counts; shards of a model have more
 HANDFUL = 16
-Made = TypeVar("Made")
-
 WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 SCALERS = torch.amp.GradScaler.scale.__code__.co_filename
+Made = TypeVar("Made")
+
+NOT_PUBLIC = (
+    "within engine.public() the model is given values of the private batch, of an earlier one, or rows of the data set: give it "
+    "public rows alone there"
+)
+SCALED = (
+    "a GradScaler has scaled the losses: every gradient would be clipped as if it were that much longer. Leave it out: bf16 "
+    "needs none, and for fp16 PrivacyEngine(..., loss_scale=...) takes a fixed scale, which is taken off before clipping"
+)
 
 
 class Trace(TorchFunctionMode):
@@ -171,8 +179,7 @@ class Trace(TorchFunctionMode):
         self._own.look_for_sums()
         if dist.is_available() and dist.is_initialized():
             self._open.enter_context(listening(self._hear))
-        put_below(self)
-        self._open.callback(take_off, self)
+        self._open.enter_context(put_below(self))
 
     def end(self) -> None:
         """Watch no longer."""

@@ -19,7 +19,6 @@ from dpexp.clipping.survey.layouts import due
 from dpexp.errors import UserError
 from dpexp.training.watching.beside import Beside
 from dpexp.training.watching.lines import Marks
-from dpexp.training.watching.messages import UNUSED
 from dpexp.training.watching.padded import Padding
 from dpexp.training.watching.redone import Mixture, told_by
 from dpexp.training.watching.trace import Trace
@@ -35,6 +34,11 @@ EPOCH, AFRESH = 64, 2
 # timestep for a whole batch); a size that is held between two bounds is two others
 DRAWN = 3
 
+UNUSED = (
+    "nothing of this batch reaches the model or the losses: epsilon is that of examples that engine.batches() has drawn, and not "
+    "of rows that the loop takes by itself. Compute losses from the batch that engine.batches() yields. What C++ or torch.jit "
+    "makes of it is not seen: call one of torch's own functions on it too"
+)
 SIZED = (
     "{name} scales losses by a number that goes by their batch ({first}, then {second}): how many examples it has, how long its "
     "rows are padded, or how many tokens were counted in it. So each weighs by what the others are. Take the number of its own "
