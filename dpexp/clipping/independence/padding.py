@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -149,20 +150,31 @@ class Padding:
                 return found_as(content, left=left, short=int(full.int().argmin()))
         return None
 
-    def pairs(self, unequal: Unequal) -> Iterator[tuple[Made, Made, Comparison]]:
-        """Pairs of a shorter and a longer batch with the same content, and how their outputs are compared."""
-        full = self.content.shape[1]
+    def pairs(
+        self, unequal: Unequal, others: tuple[int, int] = (sys.maxsize, 0)
+    ) -> Iterator[tuple[Made, Made, Comparison]]:
+        """Pairs of a shorter and a longer batch with the same content, and how their outputs are compared.
+
+        Args:
+            unequal: see `Comparison`.
+            others: columns of the shortest and the longest batch that were looked at before: some models go another way from a
+                length on (rotary embeddings with a second set of frequencies for long texts, sparse attention).
+        """
+        full, (shortest, longest) = self.content.shape[1], others
         lengths = [(full, full), (full, 1)]
-        # torch reads behind the end without a word where an index is expanded
-        if not self.left and self.short is None and full > 1 and self.named < full // 2:
-            lengths.append((full // 2, full - full // 2))
+        if longest > 2 * full:
+            lengths.append((full, longest - full))
+        for length in {full // 2, min(shortest, full // 2)}:
+            # torch reads behind the end without a word where an index is expanded
+            if self.short is None and length and self.named < length:
+                lengths.append((length, full - length))
         for length, more in lengths:
             whole, long = length == full, partial(self.resized, length, more)
             short: Made = (lambda: self.inputs) if whole else partial(self.resized, length, 0)
             yield short, long, self.comparison(length, more, unequal)
 
     def resized(self, length: int, more: int) -> Inputs:
-        """The first ``length`` columns of the batch and ``more`` columns of padding."""
+        """The first ``length`` columns of the batch and ``more`` of padding; the last ones, where padding stands in front."""
         full = self.content.shape[1]
 
         def change(name: str, part: Any) -> Any:
@@ -172,7 +184,7 @@ class Padding:
                 raise UntoldError(f"{name} has the length of the batch in several dimensions")
             if part.shape[:2] != (self.rows, full):
                 return part
-            part = part[:, :length]
+            part = part[:, full - length :] if self.left else part[:, :length]
             padding = part[:, :1] if self.left else part[:, -1:]
             if self.short is not None:
                 padding = padding[self.short].expand_as(padding)
@@ -189,7 +201,7 @@ class Padding:
 
     def comparison(self, length: int, more: int, unequal: Unequal) -> Comparison:
         """Compares what has a position for each token at positions of content, and what has none as a whole."""
-        content = self.content[:, :length]
+        content = self.content[:, -length:] if self.left else self.content[:, :length]
 
         def differs(short: Tensor, long: Tensor, leaf: int | None = None) -> bool | None:
             if not short.dim() or short.shape[0] != self.rows or long.dim() != short.dim():
