@@ -1,5 +1,7 @@
 """Where something ran and on which code: the commit, a hash of the sources, libraries, hardware, the command."""
 
+import ast
+import contextlib
 import hashlib
 import os
 import platform
@@ -7,7 +9,8 @@ import resource
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+import sysconfig
+from collections.abc import Iterable, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -86,6 +89,41 @@ def code_hash(folder: Path = _PACKAGE) -> str:
     for path in sorted(folder.rglob("*.py")):
         digest.update(f"{path.relative_to(folder)}\0".encode() + path.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
+
+
+def own_code(files: Iterable[Path]) -> str:
+    """16 hex digits of what a person has written: changes with every edit, but for comments and layout."""
+    digests = []
+    for file in files:
+        source = file.read_bytes()
+        # what is no Python, as it lies there
+        with contextlib.suppress(SyntaxError, ValueError):
+            source = ast.dump(ast.parse(source)).encode()
+        digests.append(hashlib.sha256(source).digest())
+    return hashlib.sha256(b"".join(sorted(digests))).hexdigest()[:16]
+
+
+def files_of_script() -> list[Path]:
+    """Find the script that runs and what it has imported besides libraries; nothing in a notebook, or in a library's program."""
+    loaded = (getattr(module, "__file__", None) for module in list(sys.modules.values()))
+    main = getattr(sys.modules.get("__main__"), "__file__", None)
+    if main is None or _is_installed(Path(main)):
+        return []
+    files = {Path(file).resolve() for file in loaded if file and file.endswith(".py")} | {
+        Path(main).resolve()
+    }
+    return [file for file in files if file.is_file() and not _is_installed(file)]
+
+
+def _is_installed(file: Path) -> bool:
+    """Whether a file is a library's, Python's or ours: their versions are known."""
+    places = [
+        Path(sysconfig.get_paths()[name])
+        for name in ("stdlib", "platstdlib", "purelib", "platlib", "scripts")
+    ]
+    homes = [_PACKAGE, *places, *(place.resolve() for place in places)]
+    known = ("site-packages", "dist-packages")
+    return any(name in file.parts for name in known) or any(map(file.is_relative_to, homes))
 
 
 def versions() -> dict[str, str]:

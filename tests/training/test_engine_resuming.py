@@ -8,6 +8,7 @@ import itertools
 import math
 import os
 import shutil
+import sys
 import warnings
 from pathlib import Path
 
@@ -130,8 +131,23 @@ def test_changed_code_of_the_loop_gets_fresh_noise_is_charged_again_and_says_so(
     assert f"that of the whole plan: ε = {upwards(engine.epsilon())}" in card
 
 
+@pytest.mark.parametrize(("edited", "again"), [("loss = 1", 0), ("loss = 1  # a word", 0), ("loss = 2", 2)])
+def test_an_edited_script_is_another_computation_also_where_its_sums_are_the_same(
+    tmp_path, monkeypatch, edited, again
+):
+    """As where it does something else with examples that nobody has drawn: the ledger would tell that nobody has."""
+    script = tmp_path / "script.py"
+    script.write_text("loss = 1")
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(script), raising=False)
+    crash_at(monkeypatch, make(tmp_path / "run"), 3)
+    script.write_text(edited)
+    with pytest.warns(UserWarning, match="second time") if again else contextlib.nullcontext():
+        engine = train(make(tmp_path / "run"))
+    assert engine.ledger.charged_again == again
+
+
 def test_a_second_attempt_is_repeated_and_paid_once_too(tmp_path, monkeypatch):
-    """The code of the loop changed between the two, which no fact tells."""
+    """The losses changed between the two, which no fact tells where no file has changed."""
 
     def other(engine, batch):
         return nn.functional.mse_loss(engine.model(batch[0]), batch[0][:, :3], reduction="none").sum(1)

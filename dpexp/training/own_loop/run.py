@@ -140,7 +140,10 @@ class OwnRun:
                 model, self.optimizer, dataset, units, self.steps, self.clipper,
                 wrappers=wrappers, rows_per_example=numbers.rows_per_example, planned=plan.steps, folder=folder,
                 on_asked=_weakly(self._asked),
-                facts=partial(facts_of, self.device, run=identity, code=provenance.code_hash(), engine=engine),
+                facts=partial(
+                    facts_of, self.device, run=identity, code=provenance.code_hash(), engine=engine,
+                    own_code=provenance.own_code(provenance.files_of_script()),
+                ),
             )  # fmt: skip
             self._open.callback(self.loop.close)
             self._open.callback(remembering(self.steps.parameters, self.ledger, folder))
