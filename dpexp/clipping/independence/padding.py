@@ -124,10 +124,9 @@ class Padding:
         if lengths is None or not int(lengths.min()) < (full := int(lengths.max())):
             return None
         content = torch.arange(full, device=lengths.device) < lengths[:, None]
+        times = (part.mT if _times_last(part, full) else part for part in entered.values())
         behind = [
-            part[~content.to(part.device)]
-            for part in entered.values()
-            if part.dim() > 1 and part.shape[1] == full
+            part[~content.to(part.device)] for part in times if part.dim() > 1 and part.shape[1] == full
         ]
         if not behind or not all(bool((values == values[0]).all()) for values in behind):
             return None
@@ -139,6 +138,8 @@ class Padding:
     ) -> Padding | None:
         """Of sequences of any numbers, ``[rows, T, …]``, some of which end in, or begin with, what they are padded with."""
         numbers = [part for part in entered.values() if part.dim() > 1 and part.is_floating_point()]
+        # series with their times last
+        numbers += [part.mT for part in numbers if part.dim() == 3]
         # a table of features beside a series has fewer dimensions
         for part, left in product(sorted(numbers, key=Tensor.dim, reverse=True), (False, True)):
             there = (part != value).flatten(1).unflatten(1, (part.shape[1], -1)).any(2)
@@ -176,18 +177,25 @@ class Padding:
     def resized(self, length: int, more: int) -> Inputs:
         """The first ``length`` columns of the batch and ``more`` of padding; the last ones, where padding stands in front."""
         full = self.content.shape[1]
+        padded = self.short
+        if padded is None and not bool(self.content.all()):
+            padded = int(self.content.sum(1).argmin())
 
         def change(name: str, part: Any) -> Any:
             if not isinstance(part, Tensor) or part.dim() < 2 or name.startswith("decoder_"):
                 return part
+            if part.shape[0] == self.rows and _times_last(part, full):
+                if padded is None:
+                    raise UntoldError(f"no row shows what {name} is padded with")
+                return change(name, part.mT).mT
             if full in part.shape[2:] and part.shape[0] == self.rows:
                 raise UntoldError(f"{name} has the length of the batch in several dimensions")
             if part.shape[:2] != (self.rows, full):
                 return part
             part = part[:, full - length :] if self.left else part[:, :length]
             padding = part[:, :1] if self.left else part[:, -1:]
-            if self.short is not None:
-                padding = padding[self.short].expand_as(padding)
+            if padded is not None and (self.short is not None or part.dim() > 2):
+                padding = padding[padded].expand_as(padding)
             if name in MASKS:
                 padding = torch.full_like(padding, self.masked)
             elif "label" in name and part.dtype == torch.int64:
@@ -215,6 +223,11 @@ class Padding:
             return unequal(short, long) if short.shape == long.shape else None
 
         return differs
+
+
+def _times_last(part: Tensor, full: int) -> bool:
+    """Whether these are series ``[rows, features, T]`` in a batch whose sequences have this length."""
+    return part.dim() == 3 and part.is_floating_point() and part.shape[1] != full == part.shape[2]
 
 
 def _is_ids(name: str, part: Tensor) -> bool:

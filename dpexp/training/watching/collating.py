@@ -286,7 +286,7 @@ def padding_token(collate_fn: Collate, examples: Sequence[Any], batch: Any) -> i
 
     Args:
         collate_fn: a list of examples -> a batch, of which tensors of whole numbers ``[b, T]`` are looked at, then numbers
-            with a fraction ``[b, T, …]``.
+            with a fraction ``[b, T, …]`` or ``[b, features, T]``.
         examples: of one batch; copies of a few are used.
         batch: what they were collated to.
 
@@ -413,8 +413,9 @@ def _tokens(batch: Any, count: int) -> list[Tensor]:
 
 
 def _numbers(batch: Any, count: int) -> list[Tensor]:
-    """The tensors of numbers with a fraction, one row for each example."""
-    return [leaf for leaf in _rows(batch, count) if leaf.is_floating_point()]
+    """The tensors of numbers with a fraction, one row for each example; series with their times in front, too."""
+    found = [leaf for leaf in _rows(batch, count) if leaf.is_floating_point()]
+    return found + [leaf.mT for leaf in found if leaf.dim() == 3]
 
 
 def _rows(batch: Any, count: int) -> list[Tensor]:
