@@ -4,6 +4,7 @@ import hashlib
 import hmac
 import json
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -138,11 +139,14 @@ def settings_of(
 def facts_of(device: torch.device, **of_the_run: Any) -> dict[str, Any]:
     """List what makes two computations of a step equal, besides its number and its noise.
 
-    The code of a person's own loop is missing: where it makes a difference, that is in the sums, whose checksum is part of the
-    fingerprint and of the noise's seed.
+    Libraries, and files that a configuration names, are among it although the checksum of the sums is a part of the fingerprint
+    too: code that does something else with some examples alone would have those steps charged again that have drawn one of them,
+    and the ledger would tell which. The code of a person's own loop is missing: whoever mends what a run has stopped at would pay
+    for its last steps again.
     """
     return {
         **of_the_run,
+        "libraries": _libraries(),
         "device": provenance.device_name(device),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
@@ -150,6 +154,12 @@ def facts_of(device: torch.device, **of_the_run: Any) -> dict[str, Any]:
         "numpy": np.__version__,
         "kernels": native.backend(),
     }
+
+
+@cache
+def _libraries() -> dict[str, str]:
+    """Once: a loop may ask for the facts in every step."""
+    return provenance.versions()
 
 
 def data_identity(dataset: Any, name: str | None = None) -> str:

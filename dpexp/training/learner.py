@@ -16,6 +16,7 @@ from dpexp.clipping.methods.local_training import LocalClipper
 from dpexp.clipping.methods.whole import VectorClipper
 from dpexp.clipping.thresholds import FixedThresholds
 from dpexp.errors import UserError
+from dpexp.importing import file_of
 from dpexp.models import rgp
 from dpexp.models.precision import autocast
 from dpexp.models.trainable import evaluation_mode, train_mode
@@ -123,6 +124,8 @@ class Learner:
             self._hold_bands(plan.bands)
         self.machine = Decisions(machine_file(), machine_name(device), ranks=ranks)
         self.code = provenance.code_hash()
+        named = map(file_of, (run.clip.rule, run.optim.factory, run.model.factory, run.task.factory))
+        self.own_code = provenance.own_code(filter(None, named))
         self.ledger: Ledger | None = None
         self.policy = FixedThresholds(torch.zeros(0))
         self.search: StepSearch | None = None
@@ -332,8 +335,9 @@ class Learner:
         a resumed run knows from the start what the first one found out on its way.
         """
         return facts_of(
-            self.device, config=self.signature, seed=self.run.seed, code=self.code, data=self.task.data.sha256,
-            engine=self.run.engine.name, physical_batch_size=self.physical_batch_size, precision=self.run.runtime.precision,
+            self.device, config=self.signature, seed=self.run.seed, code=self.code, own_code=self.own_code,
+            data=self.task.data.sha256, engine=self.run.engine.name, physical_batch_size=self.physical_batch_size,
+            precision=self.run.runtime.precision,
         )  # fmt: skip
 
     def _physical_batch_size(self) -> int:

@@ -746,6 +746,50 @@ def test_models_of_transformers_are_not_refused(kind: str, side: str) -> None:
     assert clipper.notes == []
 
 
+LONG_TEXTS = {
+    "Llama": dict(max_position_embeddings=48, rope_parameters=dict(rope_type="dynamic", factor=4.0, rope_theta=100.0)),
+    "Phi3": dict(
+        max_position_embeddings=400, original_max_position_embeddings=48,
+        rope_parameters=dict(
+            rope_type="longrope", rope_theta=100.0, short_factor=[1.0] * 4, long_factor=[4.0] * 4,
+            original_max_position_embeddings=48,
+        ),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "side", "lengths"),
+    [("Llama", "right", (12, 100)), ("Phi3", "left", (12, 100)), ("Phi3", "right", (100, 12))],
+)
+def test_what_begins_with_a_long_text_is_seen_when_the_first_one_comes(
+    kind: str, side: str, lengths: tuple[int, int]
+) -> None:
+    """Rotary embeddings whose frequencies go by the longest text of a batch: it moves the gradients of all others."""
+    import transformers
+
+    torch.manual_seed(0)
+    settings = TINY | dict(num_key_value_heads=2, bos_token_id=1, eos_token_id=2) | LONG_TEXTS[kind]
+    try:
+        config = getattr(transformers, f"{kind}Config")(**settings)
+    except (StrictDataclassError, TypeError, KeyError) as error:
+        pytest.skip(f"this version of transformers says otherwise which frequencies there are: {error}")
+    model = getattr(transformers, f"{kind}Model")(config).train()
+    for parameter in model.parameters():
+        parameter.data *= 10
+    clipper = attach(model)
+
+    def step_of(length: int) -> None:
+        batch = texts(masked=True, length=length)
+        batch = {name: tensor.flip(1) for name, tensor in batch.items()} if side == "left" else batch
+        hidden = model(**batch).last_hidden_state
+        clipper.backward((hidden.square().mean(-1) * batch["attention_mask"]).sum(1))
+
+    step_of(lengths[0])
+    with pytest.raises(UserError, match="padded further"):
+        step_of(lengths[1])
+
+
 # -- what the losses reach ----------------------------------------------------------------------------------------------
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -50,6 +52,34 @@ def test_padding_of_sequences_that_are_said_to_be_shorter_is_varied(kind: str) -
     with pytest.raises(UserError, match="when its batch is padded further"):
         step(OfLengths(kind), *sequences())
     step(OfLengths(kind), *sequences(), fixed_length=True)
+
+
+class TimesLast(nn.Module):
+    """Convolutions over ``[B, features, T]``, as spectra come, and a mean over what a mask or lengths say is an example's own."""
+
+    def __init__(self, masked: bool):
+        super().__init__()
+        self.masked, self.out = masked, nn.Linear(D, 3)
+        self.convs = nn.ModuleList([nn.Conv1d(D, D, 3, padding=1) for _ in range(2)])
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, lengths: Tensor | None = None) -> Tensor:
+        inside = mask if lengths is None else torch.arange(x.shape[2]) < lengths[:, None]
+        inside = inside[:, None].to(x.dtype)
+        for conv in self.convs:
+            x = torch.tanh(conv(x))
+            x = x * inside if self.masked else x
+        return self.out((x * inside).sum(2) / inside.sum(2))
+
+
+@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize("given", ["mask", "lengths"])
+def test_padding_of_series_with_their_times_last_is_varied_too(given: str, masked: bool) -> None:
+    torch.manual_seed(0)
+    lengths = torch.tensor([3, 11, 2, 5, 4])
+    inside = torch.arange(11) < lengths[:, None]
+    told = (None, lengths) if given == "lengths" else (inside.long(),)
+    with nullcontext() if masked else pytest.raises(UserError, match="when its batch is padded further"):
+        assert step(TimesLast(masked), x(5, D, 11) * inside[:, None], *told).notes == []
 
 
 @pytest.mark.parametrize("kind", ["masked conv", "packed"])

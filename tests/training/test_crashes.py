@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dpexp import provenance
-from dpexp.training import release
+from dpexp.training import identity, release
 from tests.commands import called
 from tests.training.tiny import TinyTask, crash_in_step, make_trainer, run_to_end, tiny_run, train, weights
 
@@ -68,7 +68,17 @@ class OtherData(TinyTask):
 
 
 @pytest.mark.parametrize(
-    "change", ["physical batch", "threads", "engine", "code", "data", "data with a forged hash"]
+    "change",
+    [
+        "physical batch",
+        "threads",
+        "engine",
+        "code",
+        "own code",
+        "libraries",
+        "data",
+        "data with a forged hash",
+    ],
 )
 def test_with_anything_changed_the_repeated_steps_get_fresh_noise_and_are_charged_again(
     tmp_path, monkeypatch, change
@@ -83,6 +93,11 @@ def test_with_anything_changed_the_repeated_steps_get_fresh_noise_and_are_charge
         run.engine.name = "loop"
     elif change == "code":
         monkeypatch.setattr(provenance, "code_hash", lambda: "edited")
+    elif change == "own code":
+        # of a network that the settings name; no file has to lie there for this
+        monkeypatch.setattr(provenance, "own_code", lambda files: "edited")
+    elif change == "libraries":
+        monkeypatch.setattr(identity, "_libraries", lambda: {"transformers": "of tomorrow"})
     else:
         changes["task"] = OtherData(forged="forged" in change)
     keys, attempts, drawn = [], {}, {}

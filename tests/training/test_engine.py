@@ -281,6 +281,32 @@ def test_padding_of_series_that_moves_an_example_is_seen(tmp_path, kind, left):
     assert run("of one length", [(own[:1].repeat(7, 1), label) for own, label in SERIES]).finished
 
 
+@pytest.mark.parametrize("masked", [False, True])
+def test_padding_of_series_with_their_times_last_is_seen(tmp_path, masked):
+    """As spectra come; the lengths have a name that says nothing."""
+
+    class Spectra(nn.Module):
+        def __init__(self):
+            super().__init__()
+            width = SERIES[0][0].shape[1]
+            self.convs = nn.ModuleList([nn.Conv1d(width, width, 3, padding=1) for _ in range(2)])
+            self.out = nn.Linear(width, 3)
+
+        def forward(self, values, frames):
+            inside = (torch.arange(values.shape[2]) < frames[:, None])[:, None].to(values.dtype)
+            for conv in self.convs:
+                values = torch.tanh(conv(values))
+                values = values * inside if masked else values
+            return self.out((values * inside).sum(2) / frames[:, None])
+
+    engine = make(tmp_path, Spectra(), dataset=SERIES, batch_size=30, steps=2)
+    refused = pytest.raises(UserError, match="when its batch is padded further")
+    with contextlib.nullcontext() if masked else refused:
+        for values, lengths, labels in engine.batches(series):
+            outputs = engine.model(values.mT.contiguous(), lengths)
+            engine.step(nn.functional.cross_entropy(outputs, labels, reduction="none"))
+
+
 def test_the_promise_of_one_length_holds_of_series(tmp_path):
     engine = make(tmp_path, OfSeries("mean"), dataset=SERIES, batch_size=3, steps=9, fixed_length=True)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -71,6 +72,7 @@ class Look:
         token: see `Padding.of`; None: the model may say it.
         most: at most so many other batches; None: all.
         places: of some outputs, see `places_of`.
+        lengths: columns of the shortest and the longest batch that others have looked at.
 
     Attributes:
         told: whether the outputs depended on the examples at all; zero weights of a new head hide everything behind them.
@@ -88,8 +90,9 @@ class Look:
         token: int | float | None = None,
         most: int | None = None,
         places: Mapping[int, Places] | None = None,
+        lengths: tuple[int, int] = (sys.maxsize, 0),
     ):
-        self.replay, self.token, self.most = replay, token, most
+        self.replay, self.token, self.most, self.lengths = replay, token, most, lengths
         self.examples, self.rows = arrangement.examples, arrangement.examples * arrangement.times
         self.told = self.compared = False
         self.seen: set[int] = set()
@@ -347,7 +350,7 @@ class Look:
         plan = Padding.of(self.replay, self.rows, self.token)
         if plan is None:
             return []
-        for short, long, differs in plan.pairs(self.comparison.unequal):
+        for short, long, differs in plan.pairs(self.comparison.unequal, self.lengths):
             try:
                 first, second = short(), long()
                 # the batch itself has run

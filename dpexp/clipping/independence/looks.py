@@ -6,6 +6,7 @@ import copy
 import gc
 import logging
 import re
+import sys
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -76,7 +77,8 @@ class Independence:
         losses_seen: whether the caller has looked at what stands behind the outputs.
         looks: by mode, how many there were, and `PATIENCE` once they have told something. A mode is what is switched on (see
             `switches`): a batch norm that begins to use the batch's statistics, because somebody called ``model.train()``, makes
-            another model. Another one is where an input is empty: edges between nodes that are no neighbours. Beside it stands
+            another model. Another one is where an input is empty: edges between nodes that are no neighbours; and where batches
+            are longer, or shorter, than any before, as a model may go another way from some length on. Beside it stands
             whether an example was alone.
     """
 
@@ -107,6 +109,9 @@ class Independence:
     # the last forward without gradients since the last backward pass
     passed: Earlier | None = None
     lengths: dict[str, int] = field(default_factory=dict)
+    # columns of the shortest and of the longest batch: that entered, and that were there when a look was taken last
+    span: tuple[int, int] = (sys.maxsize, 0)
+    looked: tuple[int, int] = (sys.maxsize, 0)
     # what is around a way back of a look
     silence: Callable[[], AbstractContextManager[None]] = nullcontext
     # called where a forward of training has ended
@@ -163,7 +168,7 @@ class Independence:
             self._check_lengths(args, kwargs)
         empty = any(not tensor.numel() for tensor in tensors_in((args, kwargs)))
         self.alone, self.entered = rows == self.rows_per_example, self.entered + rows
-        self.mode = hash((*switches(self.model, args, kwargs), empty))
+        self.mode = hash((*switches(self.model, args, kwargs), empty, *self._doublings(args, kwargs, rows)))
         if len(known := {mode for mode, _ in self.looks}) >= MODES and self.mode not in known:
             # a word that is another one in every step is no switch
             self.mode = 0
@@ -271,6 +276,7 @@ class Independence:
             raise
         finally:
             give_back_freed_memory()
+        self.looked = self.span
         told = num_examples > 1 and any(look.told for look in looks)
         # of a model that was seen to tell: alone nothing but the size of the batch is another one
         told |= self.alone and self.looks.get((self.mode, False), 0) >= PATIENCE
@@ -336,7 +342,7 @@ class Independence:
         # 16 bits round away what is looked for: as the user computes only where 32 bits do not run
         for narrow in (False, True) if replay.autocast else (False,):
             replay.narrow = narrow
-            look = Look(replay, arrangement, self.token, places=places)
+            look = Look(replay, arrangement, self.token, places=places, lengths=self.looked)
             look.run(padding=not self.fixed_length)
             if look.compared:
                 break
@@ -356,6 +362,14 @@ class Independence:
         if re.sub(r"\d+", "", note) not in [re.sub(r"\d+", "", known) for known in self.notes]:
             self.notes.append(note)
             log.warning(note)
+
+    def _doublings(self, args: tuple, kwargs: dict, rows: int) -> tuple[int, int]:
+        """How short and how long batches have become so far, in powers of two."""
+        plain = (t for t in tensors_in((args, kwargs)) if t.layout == torch.strided and not t.is_nested)
+        columns = max((t.shape[1] for t in plain if t.dim() > 1 and t.shape[0] == rows), default=0)
+        if columns:
+            self.span = min(self.span[0], columns), max(self.span[1], columns)
+        return self.span[0].bit_length(), self.span[1].bit_length()
 
     def _check_lengths(self, args: tuple, kwargs: dict) -> None:
         for name, part in leaves((args, kwargs), names=positional_names(self.model)):

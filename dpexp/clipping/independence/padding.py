@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -123,10 +124,9 @@ class Padding:
         if lengths is None or not int(lengths.min()) < (full := int(lengths.max())):
             return None
         content = torch.arange(full, device=lengths.device) < lengths[:, None]
+        times = (part.mT if _times_last(part, full) else part for part in entered.values())
         behind = [
-            part[~content.to(part.device)]
-            for part in entered.values()
-            if part.dim() > 1 and part.shape[1] == full
+            part[~content.to(part.device)] for part in times if part.dim() > 1 and part.shape[1] == full
         ]
         if not behind or not all(bool((values == values[0]).all()) for values in behind):
             return None
@@ -138,6 +138,8 @@ class Padding:
     ) -> Padding | None:
         """Of sequences of any numbers, ``[rows, T, …]``, some of which end in, or begin with, what they are padded with."""
         numbers = [part for part in entered.values() if part.dim() > 1 and part.is_floating_point()]
+        # series with their times last
+        numbers += [part.mT for part in numbers if part.dim() == 3]
         # a table of features beside a series has fewer dimensions
         for part, left in product(sorted(numbers, key=Tensor.dim, reverse=True), (False, True)):
             there = (part != value).flatten(1).unflatten(1, (part.shape[1], -1)).any(2)
@@ -149,33 +151,51 @@ class Padding:
                 return found_as(content, left=left, short=int(full.int().argmin()))
         return None
 
-    def pairs(self, unequal: Unequal) -> Iterator[tuple[Made, Made, Comparison]]:
-        """Pairs of a shorter and a longer batch with the same content, and how their outputs are compared."""
-        full = self.content.shape[1]
+    def pairs(
+        self, unequal: Unequal, others: tuple[int, int] = (sys.maxsize, 0)
+    ) -> Iterator[tuple[Made, Made, Comparison]]:
+        """Pairs of a shorter and a longer batch with the same content, and how their outputs are compared.
+
+        Args:
+            unequal: see `Comparison`.
+            others: columns of the shortest and the longest batch that were looked at before: some models go another way from a
+                length on (rotary embeddings with a second set of frequencies for long texts, sparse attention).
+        """
+        full, (shortest, longest) = self.content.shape[1], others
         lengths = [(full, full), (full, 1)]
-        # torch reads behind the end without a word where an index is expanded
-        if not self.left and self.short is None and full > 1 and self.named < full // 2:
-            lengths.append((full // 2, full - full // 2))
+        if longest > 2 * full:
+            lengths.append((full, longest - full))
+        for length in {full // 2, min(shortest, full // 2)}:
+            # torch reads behind the end without a word where an index is expanded
+            if self.short is None and length and self.named < length:
+                lengths.append((length, full - length))
         for length, more in lengths:
             whole, long = length == full, partial(self.resized, length, more)
             short: Made = (lambda: self.inputs) if whole else partial(self.resized, length, 0)
             yield short, long, self.comparison(length, more, unequal)
 
     def resized(self, length: int, more: int) -> Inputs:
-        """The first ``length`` columns of the batch and ``more`` columns of padding."""
+        """The first ``length`` columns of the batch and ``more`` of padding; the last ones, where padding stands in front."""
         full = self.content.shape[1]
+        padded = self.short
+        if padded is None and not bool(self.content.all()):
+            padded = int(self.content.sum(1).argmin())
 
         def change(name: str, part: Any) -> Any:
             if not isinstance(part, Tensor) or part.dim() < 2 or name.startswith("decoder_"):
                 return part
+            if part.shape[0] == self.rows and _times_last(part, full):
+                if padded is None:
+                    raise UntoldError(f"no row shows what {name} is padded with")
+                return change(name, part.mT).mT
             if full in part.shape[2:] and part.shape[0] == self.rows:
                 raise UntoldError(f"{name} has the length of the batch in several dimensions")
             if part.shape[:2] != (self.rows, full):
                 return part
-            part = part[:, :length]
+            part = part[:, full - length :] if self.left else part[:, :length]
             padding = part[:, :1] if self.left else part[:, -1:]
-            if self.short is not None:
-                padding = padding[self.short].expand_as(padding)
+            if padded is not None and (self.short is not None or part.dim() > 2):
+                padding = padding[padded].expand_as(padding)
             if name in MASKS:
                 padding = torch.full_like(padding, self.masked)
             elif "label" in name and part.dtype == torch.int64:
@@ -189,7 +209,7 @@ class Padding:
 
     def comparison(self, length: int, more: int, unequal: Unequal) -> Comparison:
         """Compares what has a position for each token at positions of content, and what has none as a whole."""
-        content = self.content[:, :length]
+        content = self.content[:, -length:] if self.left else self.content[:, :length]
 
         def differs(short: Tensor, long: Tensor, leaf: int | None = None) -> bool | None:
             if not short.dim() or short.shape[0] != self.rows or long.dim() != short.dim():
@@ -203,6 +223,11 @@ class Padding:
             return unequal(short, long) if short.shape == long.shape else None
 
         return differs
+
+
+def _times_last(part: Tensor, full: int) -> bool:
+    """Whether these are series ``[rows, features, T]`` in a batch whose sequences have this length."""
+    return part.dim() == 3 and part.is_floating_point() and part.shape[1] != full == part.shape[2]
 
 
 def _is_ids(name: str, part: Tensor) -> bool:
