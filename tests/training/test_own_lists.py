@@ -55,6 +55,23 @@ def test_an_entry_as_long_as_the_batch_has_examples_is_that_of_one_example(tmp_p
     assert run(tmp_path, losses, batch_size=6).finished
 
 
+def test_sizes_of_entries_are_no_sizes_of_their_batch(tmp_path):
+    """A mean over the boxes of one picture, four numbers each; what the model returns has 16, so four boxes have as many."""
+    generator = torch.Generator().manual_seed(0)
+    boxes = [(torch.randn(10, generator=generator), torch.rand(1 + i % 4, 4)) for i in range(60)]
+    model = nn.Sequential(nn.Linear(10, 8), nn.Tanh(), nn.Linear(8, 16))
+
+    def losses(engine, batch):
+        found = engine.model(batch[0]).view(-1, 4, 4)
+        return torch.stack(
+            [(own[: t.shape[0]] - t).abs().mean() for own, t in zip(found, batch[1], strict=True)]
+        )
+
+    engine = make(tmp_path, model, dataset=boxes)
+    apart = {"collate_fn": lambda rows: (torch.stack([x for x, _ in rows]), [t for _, t in rows])}
+    assert train(engine, 40, losses=losses, **apart).finished
+
+
 def next_labels(engine, batch):
     return each(engine.model(batch[0]), batch[1]) * torch.stack(
         [y.sum() for y in batch[1][1:] + batch[1][:1]]

@@ -251,7 +251,7 @@ class Tape:
         cuda = [t.device for t in there.values() if t.is_cuda][:1]
         with torch.random.fork_rng(cuda), torch.set_grad_enabled(bool(by)), WithoutChance(Chance()) as chance:
             for i, line in enumerate(lines):
-                args, kwargs = tree_map_only(Slot, lambda slot: there[slot.number], line.given)
+                args, kwargs = line.with_tensors(there)
                 kind, dtype = line.autocast or ("cpu", torch.bfloat16)
                 with (
                     torch.set_grad_enabled(bool(by) and line.differentiated),

@@ -26,7 +26,6 @@ from dpexp.training.watching.lines import (
     COMING,
     DIFFERENTIATING,
     DRAWING,
-    ESCAPES,
     LEAVING,
     PLAIN,
     READING_SHAPES,
@@ -127,9 +126,9 @@ class Trace(TorchFunctionMode):
         self._of_batch, self._old_inside = True, False
         self._open = ExitStack()
         self.shapes = [tensor.shape for tensor in tensors_in(batch)]
+        self.known.listed.update(dict(entries(batch, examples, self.sizes.times)))
         self._have_rows(tensors_in(batch))
         self._batch = WeakIdKeyDictionary(dict.fromkeys(tensors_in(batch)))
-        self.known.listed.update(dict(entries(batch, examples, self.sizes.times)))
         # of what else a batch may hold, nobody sees what is read
         self.whole = all(isinstance(leaf, Tensor) for leaf in tree_leaves(batch))
         self.used = not self._batch or not self.whole
@@ -258,7 +257,8 @@ class Trace(TorchFunctionMode):
     def _have_rows(self, tensors: Iterable[Tensor]) -> None:
         for tensor in tensors:
             if type(tensor) in PLAIN and tensor not in self.tape.numbers:
-                if tensor not in self.known.rowed:
+                # an entry of a list is as large as its own example
+                if tensor not in self.known.rowed and tensor not in self.known.listed:
                     self.sizes.add_shape(tensor.shape)
                 self.known.rowed[tensor] = None
                 self.known.mark(tensor)
@@ -315,9 +315,8 @@ class Trace(TorchFunctionMode):
             self._tried(self.tape.add, line, given, made)
         elif func == SETTING:
             self._tried(self.tape.take_over, *given)
-        elif any(version_of(t) != v for t, v in zip(given, before, strict=True)) or call.name in ESCAPES:
-            why = f"{call.name} writes to what it is given, or makes numbers of Python of it"
-            self._stop(why, lasting=True)
+        elif any(version_of(t) != v for t, v in zip(given, before, strict=True)):
+            self._stop(f"{call.name} writes to what it is given", lasting=True)
         elif made and not self.failure:
             line = self._tried(self.tape.line_of, call)
             if line is not None and call.name == "mean" and made[0].numel():
