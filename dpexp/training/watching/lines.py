@@ -184,6 +184,8 @@ class Line:
     read: Sequence[Any] = ()
     # whether rows of all examples went in together, and came out
     together: bool = False
+    # the example that all of the batch that it is given is of
+    own: int | None = None
 
     @cached_property
     def _flat(self) -> tuple[list[Any], TreeSpec]:

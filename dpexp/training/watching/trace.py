@@ -321,7 +321,7 @@ class Trace(TorchFunctionMode):
             line = self._tried(self.tape.line_of, call)
             if line is not None and call.name == "mean" and made[0].numel():
                 elements = Number(given[0].numel() // made[0].numel())
-                self.sizes.note(len(self.tape.lines), "mean", elements, averaged=True)
+                self.sizes.note(len(self.tape.lines), "mean", elements, line.own, averaged=True)
             self._tried(self.tape.add, line, given, made)
         for tensor in made:
             if tensor in self.known.private:
@@ -336,7 +336,7 @@ class Trace(TorchFunctionMode):
             self.known.left |= call.name in LEAVING and self.examples > 1
         result = self._made(call)
         if private:
-            self.sizes.add_count(result)
+            self.sizes.add_count(result, self.tape.owner_of(call.given))
             for tensor in tree_leaves(result):
                 self.known.mark(tensor)
             for tensor in call.changed:
