@@ -202,7 +202,8 @@ class Tape:
         if "out" in line.given[1]:
             # as long as it is now
             line.filled = self.memory.filled_as_out(made)
-        line.together = self._is_batch(made) and self._is_batch(given)
+        returned = given[:1] if name_of(line.func) == "__setitem__" else made
+        line.together = self._is_batch(returned) and self._is_batch(given)
         self.lines.append(line)
         if len(self.lines) > LONGEST:
             raise UntoldError(f"the loop calls more than {LONGEST} functions")
@@ -334,9 +335,10 @@ class Tape:
         return self.numbers[tensor]
 
     def _is_batch(self, tensors: list[Tensor]) -> bool:
-        """Whether one of these begins with rows of all examples."""
+        """Whether one of these begins with rows of all examples, or of noise for them."""
         return any(
-            tensor in self._known.private and place.axis == 0
+            (tensor in self._known.private or self.numbers.get(tensor, 0) not in {0, *self.held})
+            and place.axis == 0
             for tensor in tensors
             for place in self._rows.fits(tensor)
         )
