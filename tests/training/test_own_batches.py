@@ -3,7 +3,7 @@
 import copy
 import pickle
 import random
-from collections import deque
+from collections import Counter, deque
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -799,6 +799,31 @@ def test_what_the_loop_hangs_on_the_model_enters_it(tmp_path, mixed):
         assert engine.ledger.steps_charged == 0
     else:
         assert train(engine, losses=losses).finished
+
+
+@pytest.mark.parametrize("size", [8, 64])
+def test_losses_that_are_written_down_one_by_one_are_looked_at(tmp_path, size):
+    """A list of all losses, for a plot: what the loop has made of them before and behind is seen all the same."""
+    history = []
+
+    def mixed(engine, batch):
+        history.extend(batch[1].tolist())
+        found = losses_of(engine, batch)
+        history.extend(found.tolist())
+        return found / found.detach().mean()
+
+    with pytest.raises(UserError, match="the loop mixes examples"):
+        train(make(tmp_path), size, losses=mixed)
+
+
+def test_weights_that_python_counts_in_each_physical_batch_are_refused(tmp_path):
+    def weighted(engine, batch):
+        counts = Counter(batch[1].tolist())
+        weight = torch.tensor([1 / (1 + counts[kind]) for kind in range(3)])
+        return nn.functional.cross_entropy(engine.model(batch[0]), batch[1], weight, reduction="none")
+
+    with pytest.raises(UserError, match="something else of one physical batch than of another one"):
+        train(make(tmp_path), losses=weighted)
 
 
 @pytest.mark.parametrize("number", [Tensor.item, float, lambda mean: 1 / mean.item()])

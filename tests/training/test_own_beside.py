@@ -54,6 +54,24 @@ def with_dropout_on_public_rows(engine: Any, batch: Any) -> Tensor:
     return losses_of(engine, batch) + rehearsal
 
 
+def cut_out(x: Tensor) -> Tensor:
+    x, place = x.clone(), random.randrange(7)
+    x[:, place : place + 3] = 0
+    return x
+
+
+def cut_out_each(x: Tensor) -> Tensor:
+    x = x.clone()
+    for row in range(len(x)):
+        place = random.randrange(7)
+        x[row, place : place + 3] = 0
+    return x
+
+
+def in_noise_now_and_then(x: Tensor) -> Tensor:
+    return x + 0.1 * torch.randn_like(x) if random.random() < 0.5 else x
+
+
 class Counting:
     """A factor that falls with each physical batch."""
 
@@ -62,6 +80,17 @@ class Counting:
     def __call__(self, engine: Any, batch: Any) -> Tensor:
         self.calls += 1
         return losses_of(engine, batch) / (1.5 + self.calls)
+
+
+class Alternating:
+    """One loss, then the other."""
+
+    calls = 0
+
+    def __call__(self, engine: Any, batch: Any) -> Tensor:
+        self.calls += 1
+        losses = losses_of(engine, batch)
+        return losses if self.calls % 2 else engine.model(batch[0]).square().mean(1)
 
 
 class Averaging:
@@ -97,11 +126,16 @@ SHARED: dict[str, Callable[[], Callable[[Any, Any], Tensor]]] = {
     "a share of public rows": lambda: by(mixed_with_public),
     "a level of noise": lambda: by(noised),
     "a mask": lambda: by(lambda x: x * (torch.rand(10) < 0.5)),
+    "a part that is cut out": lambda: by(cut_out),
+    "a coin for noise": lambda: by(in_noise_now_and_then),
+    "how much noise": lambda: by(lambda x: x + random.random() * torch.randn_like(x)),
+    "a number of numpy": lambda: by(lambda x: x * np.exp(np.random.rand())),
     "dropout of columns": lambda: by(lambda x: x * nn.functional.dropout(torch.ones(1, 10), 0.5)),
     "a projection": lambda: by(lambda x: x @ torch.randn(10, 10)),
     "public rows": lambda: rehearsing,
     "dropout on public rows": lambda: with_dropout_on_public_rows,
     "a counter": Counting,
+    "one loss and then another": Alternating,
     "a mean of losses": Averaging,
     "a teacher": Taught,
 }
@@ -135,6 +169,11 @@ def some(x: Tensor) -> Tensor:
     return x
 
 
+def where_a_row_asks_for_it(engine: Any, batch: Any) -> Tensor:
+    losses = losses_of(engine, batch)
+    return torch.where(batch[1] == 2, 2 * losses, losses) if (batch[1] == 2).any() else losses
+
+
 def told_now_and_then(x: Tensor) -> Tensor:
     if random.random() < 0.5:
         str(x.abs().mean() * random.random())
@@ -156,6 +195,7 @@ def rehearsed(engine: Any, batch: Any) -> Tensor:
 OWN: dict[str, Callable[[Any, Any], Tensor]] = {
     "a coin, a factor and a place for each": by(each_row),
     "a coin for each, in place": by(each_in_place),
+    "a part that is cut out of each": by(cut_out_each),
     "noise for some": by(some),
     "a level of noise for each": by(lambda x: x + torch.rand(len(x), 1) * torch.randn_like(x)),
     "dropout": by(lambda x: nn.functional.dropout(x, 0.1)),
@@ -163,6 +203,7 @@ OWN: dict[str, Callable[[Any, Any], Tensor]] = {
         lambda x: x + torch.rand(len(x), 1) * PUBLIC[torch.randint(50, (len(x),))]
     ),
     "a coin of no use": by(told_now_and_then),
+    "what rows of one class ask for": where_a_row_asks_for_it,
     "what follows from the step": by_the_step,
     "public rows of the step": rehearsed,
 }

@@ -4,7 +4,7 @@ have no row for any: examples are kept apart there, too, and no length that equa
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import TensorDataset, default_collate
 
 from dpexp.errors import UserError
 from tests.training.own_loop import data, make, train
@@ -53,6 +53,23 @@ def divided(engine, batch):
 @pytest.mark.parametrize("losses", [lambda engine, batch: each(engine.model(batch[0]), batch[1]), divided])
 def test_an_entry_as_long_as_the_batch_has_examples_is_that_of_one_example(tmp_path, losses):
     assert run(tmp_path, losses, batch_size=6).finished
+
+
+def test_sizes_of_entries_are_no_sizes_of_their_batch(tmp_path):
+    """A mean over the boxes of one picture, four numbers each; what the model returns has 16, so four boxes have as many."""
+    generator = torch.Generator().manual_seed(0)
+    boxes = [(torch.randn(10, generator=generator), torch.rand(1 + i % 4, 4)) for i in range(60)]
+    model = nn.Sequential(nn.Linear(10, 8), nn.Tanh(), nn.Linear(8, 16))
+
+    def losses(engine, batch):
+        found = engine.model(batch[0]).view(-1, 4, 4)
+        return torch.stack(
+            [(own[: t.shape[0]] - t).abs().mean() for own, t in zip(found, batch[1], strict=True)]
+        )
+
+    engine = make(tmp_path, model, dataset=boxes)
+    apart = {"collate_fn": lambda rows: (torch.stack([x for x, _ in rows]), [t for _, t in rows])}
+    assert train(engine, 40, losses=losses, **apart).finished
 
 
 def next_labels(engine, batch):
@@ -197,3 +214,72 @@ def test_as_many_layers_as_examples_by_chance_are_no_rows(tmp_path):
 
     # four states of each example, and pieces of four
     assert train(make(tmp_path, States()), 4, losses=losses).finished
+
+
+def with_tokens(losses):
+    def of(engine, batch):
+        x, mask = batch
+        return losses(engine.model(x).square().mean(-1), mask)
+
+    return of
+
+
+def by_its_own(found, mask):
+    return torch.stack([(nll * m).sum() / int(m.sum()) for nll, m in zip(found, mask, strict=True)])
+
+
+def by_its_own_spread(found, mask):
+    return torch.stack([found[i, 0] / found[i, :2].detach().mean().item() for i in range(len(found))])
+
+
+def sliced(found, mask):
+    return torch.stack([found[i, : int(mask[i].sum())].mean() for i in range(len(found))])
+
+
+def by_the_first(found, mask):
+    return (found * mask).sum(1) / int(mask[0].sum())
+
+
+def by_the_next(found, mask):
+    return torch.stack([found[i, 0] / int(mask[i - 1].sum()) for i in range(len(found))])
+
+
+def by_the_next_spread(found, mask):
+    return torch.stack([found[i, 0] / found[i - 1, :2].detach().mean().item() for i in range(len(found))])
+
+
+def by_two(found, mask):
+    return torch.stack([found[i, 0] / int((mask[i] + mask[i - 1]).sum()) for i in range(len(found))])
+
+
+def by_sum_in_place(found, mask):
+    def tokens(i):
+        count = mask[i].sum()
+        count += mask[i - 1].sum()
+        return int(count)
+
+    return torch.stack([found[i, 0] / tokens(i) for i in range(len(found))])
+
+
+def tokens_of(tmp_path, losses):
+    generator = torch.Generator().manual_seed(0)
+    mask = (torch.arange(12) <= torch.arange(60)[:, None] % 11).float()
+    dataset = TensorDataset(torch.randn(60, 12, 10, generator=generator), mask)
+
+    def trimmed(rows):
+        x, mask = default_collate(rows)
+        longest = int(mask.sum(1).max())
+        return x[:, :longest], mask[:, :longest]
+
+    return train(make(tmp_path, dataset=dataset), 9, losses=with_tokens(losses), collate_fn=trimmed)
+
+
+@pytest.mark.parametrize("losses", [by_its_own, by_its_own_spread, sliced])
+def test_numbers_of_an_example_scale_its_own_loss(tmp_path, losses):
+    assert tokens_of(tmp_path, losses).finished
+
+
+@pytest.mark.parametrize("losses", [by_the_first, by_the_next, by_the_next_spread, by_two, by_sum_in_place])
+def test_numbers_of_an_example_do_not_scale_losses_of_others(tmp_path, losses):
+    with pytest.raises(UserError, match=r"scales losses by a number|depend on a number"):
+        tokens_of(tmp_path, losses)

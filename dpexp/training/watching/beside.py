@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from dpexp.clipping.independence.comparison import same_buffer
 from dpexp.clipping.operations.others import BROADCASTING
 from dpexp.training.watching.guards import few_numbers
-from dpexp.training.watching.lines import name_of
+from dpexp.training.watching.lines import Line, name_of
 from dpexp.training.watching.trace import Trace
 
 # of larger tensors, as of a network beside the model, a few numbers are compared
@@ -73,6 +73,15 @@ class Together(NamedTuple):
     beside: list[Constant]
 
 
+def _along(line: Line) -> bool:
+    """Whether a part of all rows is written to, and not a part of the rows."""
+    if name_of(line.func) != "__setitem__":
+        return False
+    key = line.given[0][1]
+    first = key[0] if isinstance(key, tuple) and key else key
+    return first is Ellipsis or first == slice(None)
+
+
 @dataclass(frozen=True, eq=False)
 class Beside:
     """What stood beside one batch.
@@ -83,6 +92,7 @@ class Beside:
         shapes: of its tensors.
         calls: that all of its rows went through, on their way to the losses.
         few: whether numbers were drawn, but fewer than there are examples.
+        blind: whether none was drawn, and the loop has read no value of the batch: a counter of its own may decide, but no row.
     """
 
     examples: int
@@ -90,6 +100,7 @@ class Beside:
     shapes: list[torch.Size]
     calls: list[Together]
     few: bool
+    blind: bool
 
     @classmethod
     def of(cls, trace: Trace, losses: Tensor) -> Beside:
@@ -100,10 +111,12 @@ class Beside:
         for i in sorted(tape.behind([*entered, tape.numbers.get(losses, 0)])):
             line = tape.lines[i]
             name = name_of(line.func)
-            if not line.together or name in PLACING:
+            if not line.together or (name in PLACING and not _along(line)):
                 continue
-            given = [leaf for leaf in tree_leaves(line.given) if type(leaf) in (int, float, slice)]
-            real = [repr(number) for number in given if type(number) is float]
+            # numpy's own number is a float, and True an int
+            leaves = tree_leaves(line.given)
+            given = [leaf for leaf in leaves if isinstance(leaf, float | slice) or type(leaf) is int]
+            real = [repr(number) for number in given if isinstance(number, float)]
             whole = [
                 repr(number) for number in given if type(number) is int and name.strip("_") in BROADCASTING
             ]
@@ -112,8 +125,9 @@ class Beside:
             calls.append(Together(name, [*map(repr, given)], real, whole, beside))
         rowed = [t for t in trace.known.rowed if t.dim()]
         sure = not trace.known.listed and not any(count in t.shape[1:] for t in rowed)
-        few = trace.drawn + trace.chance.count(count) in range(1, count)
-        return cls(count, sure, trace.shapes, calls, few)
+        drawn = trace.drawn + trace.chance.count(count)
+        blind = trace.whole and not (drawn or trace.read or trace.known.left)
+        return cls(count, sure, trace.shapes, calls, drawn in range(1, count), blind)
 
     def unlike(self, other: Beside) -> str:
         """Say in words what stood beside this batch, and not beside another one of the same step; "" if nothing is seen."""
@@ -128,8 +142,8 @@ class Beside:
                 # whole numbers may be sizes of the batch
                 if changed or a.real != b.real or (alike and a.whole != b.whole):
                     return f"what {a.name} is given beside it"
-        # what each example draws for itself may decide what is done with all of them
-        drawn = self.few and other.few and alike
-        if drawn and [call[:2] for call in self.calls] != [call[:2] for call in other.calls]:
-            return "what is drawn for all of its examples together"
+        # what each example draws for itself may decide what is done with all of them; noise may be what a coin has decided
+        decided = self.few or other.few or (self.blind and other.blind)
+        if decided and alike and [call[:2] for call in self.calls] != [call[:2] for call in other.calls]:
+            return "what is done with all of its examples together"
         return ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.weak import WeakIdKeyDictionary
 
 from dpexp.clipping.tapping.dataflow import BLANK, KINDS, in_place
@@ -29,10 +29,8 @@ READING_SHAPES = {
 RUNNING = {"batch_norm", "instance_norm"}
 # what rows belong to is told, and those of each are added up
 ADDING = {"index_add", "scatter_add", "scatter_reduce", "index_reduce"}
-# from here on what the loop does is not written down: it goes by numbers of Python
-ESCAPES = {"tolist"}
 # what they return is no tensor, and may become one that nobody knows
-LEAVING = {"numpy", "__array__", "__dlpack__", "untyped_storage", "storage"}
+LEAVING = {"numpy", "__array__", "__dlpack__", "untyped_storage", "storage", "tolist"}
 # and these make tensors of what is none
 COMING = {"tensor", "as_tensor", "asarray"}
 # what they return was drawn, or scaled by what was
@@ -186,11 +184,24 @@ class Line:
     read: Sequence[Any] = ()
     # whether rows of all examples went in together, and came out
     together: bool = False
+    # the example that all of the batch that it is given is of
+    own: int | None = None
+
+    @cached_property
+    def _flat(self) -> tuple[list[Any], TreeSpec]:
+        return tree_flatten(self.given)
 
     @cached_property
     def slots(self) -> list[int]:
         """The numbers of the tensors among its arguments."""
-        return [leaf.number for leaf in tree_leaves(self.given) if isinstance(leaf, Slot)]
+        return [leaf.number for leaf in self._flat[0] if isinstance(leaf, Slot)]
+
+    def with_tensors(self, there: Mapping[int, Tensor]) -> Any:
+        """Its arguments, with tensors in their slots."""
+        leaves, spec = self._flat
+        return tree_unflatten(
+            [there[leaf.number] if isinstance(leaf, Slot) else leaf for leaf in leaves], spec
+        )
 
     @cached_property
     def uses(self) -> list[int]:

@@ -103,6 +103,10 @@ class Redone:
         even = self._lists - {self.tape.returned[n] for n in uneven}
         self.tape.unsure.update(n for n, call in self.tape.returned.items() if call in even)
         self._lists -= even
+        # no line before it goes by what the model has returned: a loop may have thousands, with transforms of each row
+        lines = enumerate(self.tape.lines)
+        uses = (i for i, line in lines if not self.tape.memory.of(line.uses).isdisjoint(self.tape.returned))
+        self._behind_model = next(uses, len(self.tape.lines))
         # which rows of what enters change with each half, by number; and what has rows that no size tells
         self._rows: dict[int, list[Tensor]] = {}
         self._unplaced: set[int] = set()
@@ -333,6 +337,8 @@ class Redone:
         """Whether a number goes by the batch by chance: in arithmetic with an entry of a list, which is of one example; or if a
         mean is over as many numbers as there are examples, and of what the model has returned of one at a time."""
         line, name, source, _ = scaled
+        if line < self._behind_model:
+            return False
         needed = set[int]()
         self.tape.behind(self.tape.lines[line].uses, needed)
         returned = needed.intersection(self.tape.returned)

@@ -40,35 +40,53 @@ class Sizes:
         self._whole: dict[Hashable, int] = {times: examples * times for times in sorted(self.times)}
         self.fractions: list[float] = []
         self._earlier = earlier
+        # a count, or a fraction, of one example alone -> whose it is
+        self._own: dict[Hashable, int] = {}
 
     def add_shape(self, shape: torch.Size) -> None:
         """Note how long the rows of a tensor of the batch are."""
         number = len(self._whole)
         self._whole |= {("shape", number, axis): size for axis, size in enumerate(shape) if axis}
 
-    def add_count(self, found: Any) -> None:
-        """Note a number of Python that is made of values of the batch; anything else is none."""
+    def add_count(self, found: Any, own: int | None = None) -> None:
+        """Note a number of Python that is made of values of the batch, or of its example ``own`` alone; anything else is none."""
+        source: Hashable = None
         if type(found) is int or (type(found) is float and found.is_integer()):
-            self._whole["counted", len(self._whole)] = int(found)
+            source = "counted", len(self._whole)
+            self._whole[source] = int(found)
         elif type(found) is float and len(repr(found)) > DIGITS:
+            source = found
             self.fractions.append(found)
+        if source is not None and own is not None:
+            self._own[source] = own
 
-    def made(self, numbers: Iterable[Number]) -> bool:
+    def made(self, numbers: Iterable[Number], own: int | None = None) -> bool:
         """Whether one of these is a fraction that was made of the whole batch, or of the one before. What is made of one example
         alone is its own."""
-        known = [*self._earlier, *(self.fractions if self._examples > 1 else ())]
+        here = self.fractions if self._examples > 1 else ()
+        known = [*self._earlier, *(f for f in here if own is None or self._own.get(f) != own)]
         return any(number.is_near(fraction) for number in numbers for fraction in known)
 
-    def note(self, line: int, name: str, number: Number, *, averaged: bool = False) -> None:
+    def note(
+        self, line: int, name: str, number: Number, own: int | None = None, *, averaged: bool = False
+    ) -> None:
         """Note where a number that goes by the batch stands in arithmetic, or a multiple of it is averaged over.
 
         Args:
             line: in which line of the trace.
             name: of the function.
             number: that stands there.
+            own: whose row alone it is that the function is given.
             averaged: whether it is how many elements a mean has.
         """
-        if self._examples == 1:
+        counts = [
+            self._whole[source]
+            for source, whose in self._own.items()
+            if whose == own and source in self._whole
+        ]
+        # the longest row has as many tokens of its own as the batch has columns
+        its_own = any(number.is_near(n) or (averaged and n > 0 and number.value % n == 0) for n in counts)
+        if self._examples == 1 or its_own:
             return
         for source, size in self._whole.items():
             if number.by_row and source not in self.times:

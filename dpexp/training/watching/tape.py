@@ -103,6 +103,7 @@ class Tape:
         returned: number -> in which of its calls the model has returned it.
         untold: number -> why nobody can say which dimension is the batch.
         entries: number -> whose entry of a list it is.
+        own: tensor -> the example that it is made of, where it is one alone.
         old: numbers of what earlier batches have left behind.
         beside: numbers of what is held and has nothing to do with any batch, as far as is known.
         memory: what is written to and was made by nothing that is written down.
@@ -121,6 +122,7 @@ class Tape:
         self.returned: dict[int, int] = {}
         self.untold: dict[int, str] = {}
         self.entries: dict[int, int] = {}
+        self.own = WeakIdKeyDictionary()
         self.old: set[int] = set()
         self.beside: set[int] = set()
         self.unsure: set[int] = set()
@@ -153,10 +155,11 @@ class Tape:
         on = torch.is_autocast_enabled(kind)
         numbers = [Number(n) for n in tree_leaves((args, kwargs)) if type(n) in (int, float)]
         numbers += [n for t in given for n in self._constant(t)]
-        counted = self._sizes.made(numbers) or any(t in self._known.told for t in given)
+        own = self.owner_of(given)
+        counted = self._sizes.made(numbers, own) or any(t in self._known.told for t in given)
         if name.strip("_") in BROADCASTING and any(t.is_floating_point() for t in given):
             for n in numbers:
-                self._sizes.note(len(self.lines), name, n)
+                self._sizes.note(len(self.lines), name, n, own)
         autocast = (kind, torch.get_autocast_dtype(kind)) if on else None
         repeats = self._repeats(name, *in_order(args, kwargs))
         bases = [tensor._base for tensor in written if tensor._base is not None]
@@ -168,7 +171,11 @@ class Tape:
         filled = self.memory.filled_by(call, self._is_public)
         read = self.memory.read_by(call, self._is_public)
         grad = torch.is_grad_enabled()
-        return Line(call.func, slots, [], autocast, grad, counted, repeats, targets, kept, filled, read)
+        for tensor in written:
+            self.own.pop(tensor, None)
+        return Line(
+            call.func, slots, [], autocast, grad, counted, repeats, targets, kept, filled, read, own=own
+        )
 
     def add(self, line: Line, given: list[Tensor], made: list[Tensor]) -> None:
         """Write down a call that was made, what it was given, and what it returned.
@@ -181,7 +188,8 @@ class Tape:
             for tensor in made:
                 self._number(tensor)
             return
-        for tensor in made:
+        for place, tensor in enumerate(made):
+            self.own[tensor] = self._row_of(line, given[0], place) if line.own is None else line.own
             if tensor not in self.numbers:
                 self.numbers[tensor] = self._count = self._count + 1
             line.made.append(self.numbers[tensor])
@@ -194,10 +202,29 @@ class Tape:
         if "out" in line.given[1]:
             # as long as it is now
             line.filled = self.memory.filled_as_out(made)
-        line.together = self._is_batch(made) and self._is_batch(given)
+        returned = given[:1] if name_of(line.func) == "__setitem__" else made
+        line.together = self._is_batch(returned) and self._is_batch(given)
         self.lines.append(line)
         if len(self.lines) > LONGEST:
             raise UntoldError(f"the loop calls more than {LONGEST} functions")
+
+    def owner_of(self, tensors: Iterable[Tensor]) -> int | None:
+        """Whose all of the batch is that these tensors hold, where it is of one example alone."""
+        listed = self._known.listed
+        found = {listed.get(t, self.own.get(t)) for t in tensors if t in self._known.private}
+        return found.pop() if len(found) == 1 else None
+
+    def _row_of(self, line: Line, rows: Tensor, place: int) -> int | None:
+        """Which example's row a call returns in one place, if it takes one, or each by itself."""
+        args, name = line.given[0], name_of(line.func)
+        front = any(fit.axis == 0 and fit.times == 1 for fit in self._rows.fits(rows))
+        if not front or (name != "__getitem__" and args[1:2] not in ((), (0,))):
+            return None
+        if name == "unbind":
+            return place
+        index = args[1] if name == "__getitem__" else args[2] if name == "select" and len(args) > 2 else None
+        index = index[0] if isinstance(index, tuple) and index else index
+        return index % self._examples if type(index) is int else None
 
     def knows(self, tensor: Tensor) -> bool:
         """Whether it is written down how a tensor was made, or where it lies in memory that was written to."""
@@ -251,7 +278,7 @@ class Tape:
         cuda = [t.device for t in there.values() if t.is_cuda][:1]
         with torch.random.fork_rng(cuda), torch.set_grad_enabled(bool(by)), WithoutChance(Chance()) as chance:
             for i, line in enumerate(lines):
-                args, kwargs = tree_map_only(Slot, lambda slot: there[slot.number], line.given)
+                args, kwargs = line.with_tensors(there)
                 kind, dtype = line.autocast or ("cpu", torch.bfloat16)
                 with (
                     torch.set_grad_enabled(bool(by) and line.differentiated),
@@ -308,9 +335,10 @@ class Tape:
         return self.numbers[tensor]
 
     def _is_batch(self, tensors: list[Tensor]) -> bool:
-        """Whether one of these begins with rows of all examples."""
+        """Whether one of these begins with rows of all examples, or of noise for them."""
         return any(
-            tensor in self._known.private and place.axis == 0
+            (tensor in self._known.private or self.numbers.get(tensor, 0) not in {0, *self.held})
+            and place.axis == 0
             for tensor in tensors
             for place in self._rows.fits(tensor)
         )

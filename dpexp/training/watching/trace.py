@@ -27,7 +27,6 @@ from dpexp.training.watching.lines import (
     COMING,
     DIFFERENTIATING,
     DRAWING,
-    ESCAPES,
     LEAVING,
     PLAIN,
     READING_SHAPES,
@@ -88,6 +87,7 @@ class Trace(TorchFunctionMode):
         known: what its tensors hold.
         drawn_by: generators that were asked by name, for as many rows as it has.
         drawn, chance: how many random numbers the loop has taken from torch; and what counts those of Python and numpy.
+        read: whether Python has seen a value of the batch.
         shapes: of the tensors of the batch.
         tape: what was written down.
         watching: whether it does so now.
@@ -112,7 +112,7 @@ class Trace(TorchFunctionMode):
         self.padding = padding
         self.felt: set[int] = set()
         self.drawn_by: list[torch.Generator] = []
-        self.drawn, self.chance = 0, Drawn()
+        self.drawn, self.chance, self.read = 0, Drawn(), False
         self.model, self.examples, self.turn = model, examples, turn
         # which dimensions may be the batch
         self.rows = Places(examples, rows_per_example, axes)
@@ -135,9 +135,9 @@ class Trace(TorchFunctionMode):
         self._of_batch, self._old_inside = True, False
         self._open = ExitStack()
         self.shapes = [tensor.shape for tensor in tensors_in(batch)]
+        self.known.listed.update(dict(entries(batch, examples, self.sizes.times)))
         self._have_rows(tensors_in(batch))
         self._batch = WeakIdKeyDictionary(dict.fromkeys(tensors_in(batch)))
-        self.known.listed.update(dict(entries(batch, examples, self.sizes.times)))
         # of what else a batch may hold, nobody sees what is read
         self.whole = all(isinstance(leaf, Tensor) for leaf in tree_leaves(batch))
         self.used = not self._batch or not self.whole
@@ -265,7 +265,8 @@ class Trace(TorchFunctionMode):
     def _have_rows(self, tensors: Iterable[Tensor]) -> None:
         for tensor in tensors:
             if type(tensor) in PLAIN and tensor not in self.tape.numbers:
-                if tensor not in self.known.rowed:
+                # an entry of a list is as large as its own example
+                if tensor not in self.known.rowed and tensor not in self.known.listed:
                     self.sizes.add_shape(tensor.shape)
                 self.known.rowed[tensor] = None
                 self.known.mark(tensor)
@@ -322,14 +323,13 @@ class Trace(TorchFunctionMode):
             self._tried(self.tape.add, line, given, made)
         elif func == SETTING:
             self._tried(self.tape.take_over, *given)
-        elif any(version_of(t) != v for t, v in zip(given, before, strict=True)) or call.name in ESCAPES:
-            why = f"{call.name} writes to what it is given, or makes numbers of Python of it"
-            self._stop(why, lasting=True)
+        elif any(version_of(t) != v for t, v in zip(given, before, strict=True)):
+            self._stop(f"{call.name} writes to what it is given", lasting=True)
         elif made and not self.failure:
             line = self._tried(self.tape.line_of, call)
             if line is not None and call.name == "mean" and made[0].numel():
                 elements = Number(given[0].numel() // made[0].numel())
-                self.sizes.note(len(self.tape.lines), "mean", elements, averaged=True)
+                self.sizes.note(len(self.tape.lines), "mean", elements, line.own, averaged=True)
             self._tried(self.tape.add, line, given, made)
         for tensor in made:
             if tensor in self.known.private:
@@ -344,7 +344,9 @@ class Trace(TorchFunctionMode):
             self.known.left |= call.name in LEAVING and self.examples > 1
         result = self._made(call)
         if private:
-            self.sizes.add_count(result)
+            plain = any(isinstance(leaf, int | float) for leaf in tree_leaves(result))
+            self.read |= plain and call.name not in READING_SHAPES
+            self.sizes.add_count(result, self.tape.owner_of(call.given))
             for tensor in tree_leaves(result):
                 self.known.mark(tensor)
             for tensor in call.changed:

@@ -236,7 +236,7 @@ class LossWatch:
         # what equals a number of the batch may be a constant: another batch tells
         sure = self._told >= TOLD and told and not (trace.sizes.scaled or trace.felt or beside.few)
         self._tried = PATIENCE if sure else tried + 1
-        if not told and (trace.lasting or self._tried == PATIENCE):
+        if not told and (trace.lasting or (self._tried == PATIENCE and not self._told)):
             self._note(NOTE.format(why=trace.failure or "nothing in them goes by the rows of the batch"))
 
     def _note(self, note: str) -> None:
