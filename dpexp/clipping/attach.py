@@ -47,8 +47,9 @@ class Clipper(AnyClipper):
         rows_per_example: the model sees this many adjacent rows of each example; ``losses`` stays ``[B]``.
         choice: overrides how the norm method is chosen per layer: measured, rule, ghost, instantiate or loop.
         memory_cap_mib: most memory that one instantiated per-example gradient may take.
-        fixed_length: a promise, which is checked: all batches of sequences are padded to one length, so that the padding of an
-            example does not depend on the others. Without it, a model whose results depend on padding is refused.
+        fixed_length: a promise, which is checked: all batches of sequences are padded to one length, and of images to one size,
+            so that the padding of an example does not depend on the others. Without it, a model whose results depend on padding
+            is refused.
 
     Raises:
         UserError: anything that cannot be clipped exactly, naming the module, the parameter and the way out.

@@ -82,17 +82,6 @@ class Counting:
         return losses_of(engine, batch) / (1.5 + self.calls)
 
 
-class Alternating:
-    """One loss, then the other."""
-
-    calls = 0
-
-    def __call__(self, engine: Any, batch: Any) -> Tensor:
-        self.calls += 1
-        losses = losses_of(engine, batch)
-        return losses if self.calls % 2 else engine.model(batch[0]).square().mean(1)
-
-
 class Averaging:
     """A mean of earlier losses, computed by Python."""
 
@@ -135,7 +124,6 @@ SHARED: dict[str, Callable[[], Callable[[Any, Any], Tensor]]] = {
     "public rows": lambda: rehearsing,
     "dropout on public rows": lambda: with_dropout_on_public_rows,
     "a counter": Counting,
-    "one loss and then another": Alternating,
     "a mean of losses": Averaging,
     "a teacher": Taught,
 }

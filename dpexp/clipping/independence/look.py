@@ -15,9 +15,10 @@ from dpexp.clipping.independence.arguments import Inputs, positional_names
 from dpexp.clipping.independence.backwards import Backwards
 from dpexp.clipping.independence.batches import Arrangement, Batches, Reading, Variant
 from dpexp.clipping.independence.blame import first_module
+from dpexp.clipping.independence.canvas import ONE_SIZE, Canvas
 from dpexp.clipping.independence.comparison import Comparison, Places, bits_of, same_buffer
 from dpexp.clipping.independence.end_to_end import Ends
-from dpexp.clipping.independence.padding import BROKEN, FIXED, Padding
+from dpexp.clipping.independence.padding import BROKEN, FIXED, Padding, Pairs
 from dpexp.clipping.independence.replay import Replay, fingerprints
 from dpexp.clipping.independence.runs import LIST, Buffers, Run, Runs
 from dpexp.clipping.independence.shared import shared_draws
@@ -347,10 +348,19 @@ class Look:
     # -- padding ------------------------------------------------------------------------------------------------------
 
     def _padded(self) -> list[Difference]:
-        plan = Padding.of(self.replay, self.rows, self.token)
-        if plan is None:
-            return []
-        for short, long, differs in plan.pairs(self.comparison.unequal, self.lengths):
+        if plan := Padding.of(self.replay, self.rows, self.token):
+            pairs = plan.pairs(self.comparison.unequal, self.lengths)
+            if (found := self._felt(pairs, "one longer example", FIXED)) and not plan.told:
+                self.supposed = plan.tokens
+            elif found:
+                return found
+        if canvas := Canvas.of(self.replay, self.rows, self.token):
+            return self._felt(canvas.pairs(self.comparison.unequal), "one larger image", ONE_SIZE)
+        return []
+
+    def _felt(self, pairs: Pairs, who: str, way: str) -> list[Difference]:
+        """What more padding has changed."""
+        for short, long, differs in pairs:
             try:
                 first, second = short(), long()
                 # the batch itself has run
@@ -362,14 +372,11 @@ class Look:
             runs = [first], [second]
             different = any(differs(a, there[leaf]) for leaf, a in here.items())
             if different and not self._is_rounding(runs, differs):
-                if not plan.told:
-                    self.supposed = plan.tokens
-                    return []
                 finite = all(bool(leaf.isfinite().all()) for leaf in there.values())
                 return [
                     Difference(
-                        "when its batch is padded further, as one longer example would do",
-                        FIXED if finite else BROKEN + FIXED,
+                        f"when its batch is padded further, as {who} would do",
+                        way if finite else BROKEN + way,
                         runs,
                         differs,
                     )

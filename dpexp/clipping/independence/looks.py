@@ -108,7 +108,7 @@ class Independence:
     running: Replay | None = None
     # the last forward without gradients since the last backward pass
     passed: Earlier | None = None
-    lengths: dict[str, int] = field(default_factory=dict)
+    lengths: dict[str, torch.Size] = field(default_factory=dict)
     # columns of the shortest and of the longest batch: that entered, and that were there when a look was taken last
     span: tuple[int, int] = (sys.maxsize, 0)
     looked: tuple[int, int] = (sys.maxsize, 0)
@@ -374,10 +374,11 @@ class Independence:
     def _check_lengths(self, args: tuple, kwargs: dict) -> None:
         for name, part in leaves((args, kwargs), names=positional_names(self.model)):
             if isinstance(part, Tensor) and part.dim() > 1:
-                length = self.lengths.setdefault(name, part.shape[1])
-                if length != part.shape[1]:
+                before, now = self.lengths.setdefault(name, part.shape[1:]), part.shape[1:]
+                if before != now:
+                    columns, was = (" x ".join(map(str, shape)) for shape in (now, before))
                     raise UserError(
-                        f"the input {name or 'of the model'} has {part.shape[1]} columns now and had {length} before, but "
+                        f"the input {name or 'of the model'} has {columns} columns now and had {was} before, but "
                         "fixed_length=True promises batches of one length: pad them all alike"
                     )
 

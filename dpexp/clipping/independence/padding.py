@@ -47,6 +47,8 @@ NO_IDS = ("position", "type", "segment", "label", "mask")
 Made = Callable[[], Inputs]
 Unequal = Callable[[Tensor, Tensor], bool]
 Comparison = Callable[..., bool | None]
+# of a batch and one with more padding, and how their outputs are compared
+Pairs = Iterator[tuple[Made, Made, Comparison]]
 
 
 @dataclass
@@ -151,9 +153,7 @@ class Padding:
                 return found_as(content, left=left, short=int(full.int().argmin()))
         return None
 
-    def pairs(
-        self, unequal: Unequal, others: tuple[int, int] = (sys.maxsize, 0)
-    ) -> Iterator[tuple[Made, Made, Comparison]]:
+    def pairs(self, unequal: Unequal, others: tuple[int, int] = (sys.maxsize, 0)) -> Pairs:
         """Pairs of a shorter and a longer batch with the same content, and how their outputs are compared.
 
         Args:

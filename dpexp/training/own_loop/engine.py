@@ -84,8 +84,8 @@ class PrivacyEngine:
         users: who gave each example of the data set, in its order: then whole users are the unit of privacy, and N and
             `batch_size` are of users. A batch holds M rows of every user that was drawn (others in each step where a user has
             more, repeated ones without weight where there are fewer); `step` takes a loss for each row.
-        fixed_length: the promise, which is checked, that all batches of sequences are padded to one length; for models to which
-            padding is not nothing (`dpexp.clipping.attach`).
+        fixed_length: the promise, which is checked, that all batches of sequences are padded to one length, and of images to one
+            size; for models to which padding is not nothing (`dpexp.clipping.attach`).
         checkpoint_every: steps between checkpoints; 0: none besides the first and the last.
         trials: from how many runs on the same data, this one included, it was chosen; PRIVACY.md then holds the ε of the choice
             too. It may be given when the run is finished: the same script writes the card anew.

@@ -92,7 +92,6 @@ class Beside:
         shapes: of its tensors.
         calls: that all of its rows went through, on their way to the losses.
         few: whether numbers were drawn, but fewer than there are examples.
-        blind: whether none was drawn, and the loop has read no value of the batch: a counter of its own may decide, but no row.
     """
 
     examples: int
@@ -100,7 +99,6 @@ class Beside:
     shapes: list[torch.Size]
     calls: list[Together]
     few: bool
-    blind: bool
 
     @classmethod
     def of(cls, trace: Trace, losses: Tensor) -> Beside:
@@ -126,8 +124,7 @@ class Beside:
         rowed = [t for t in trace.known.rowed if t.dim()]
         sure = not trace.known.listed and not any(count in t.shape[1:] for t in rowed)
         drawn = trace.drawn + trace.chance.count(count)
-        blind = trace.whole and not (drawn or trace.read or trace.known.left)
-        return cls(count, sure, trace.shapes, calls, drawn in range(1, count), blind)
+        return cls(count, sure, trace.shapes, calls, drawn in range(1, count))
 
     def unlike(self, other: Beside) -> str:
         """Say in words what stood beside this batch, and not beside another one of the same step; "" if nothing is seen."""
@@ -143,7 +140,10 @@ class Beside:
                 if changed or a.real != b.real or (alike and a.whole != b.whole):
                     return f"what {a.name} is given beside it"
         # what each example draws for itself may decide what is done with all of them; noise may be what a coin has decided
-        decided = self.few or other.few or (self.blind and other.blind)
-        if decided and alike and [call[:2] for call in self.calls] != [call[:2] for call in other.calls]:
+        if (
+            (self.few or other.few)
+            and alike
+            and [call[:2] for call in self.calls] != [call[:2] for call in other.calls]
+        ):
             return "what is done with all of its examples together"
         return ""

@@ -286,7 +286,7 @@ def padding_token(collate_fn: Collate, examples: Sequence[Any], batch: Any) -> i
 
     Args:
         collate_fn: a list of examples -> a batch, of which tensors of whole numbers ``[b, T]`` are looked at, then numbers
-            with a fraction ``[b, T, …]`` or ``[b, features, T]``.
+            with a fraction ``[b, T, …]``, ``[b, features, T]`` or ``[b, channels, height, width]``.
         examples: of one batch; copies of a few are used.
         batch: what they were collated to.
 
@@ -408,11 +408,11 @@ def leaves_of(batch: Any) -> list[Tensor]:
 
 
 def _rows(batch: Any, count: int, are_ids: bool) -> list[Tensor]:
-    """The tensors with a row for each example: of whole numbers with two dimensions, or of numbers with a fraction; series with
-    their times last stand there with their times in front, too."""
+    """The tensors with a row for each example: of whole numbers with two dimensions, or of numbers with a fraction; series and
+    images stand there with their times, heights and widths in front, too."""
     # of nested tensors nothing is padded
     leaves = [t for t in leaves_of(batch) if not t.is_nested and t.dim() > 1 and len(t) == count]
     if are_ids:
         return [t for t in leaves if t.dim() == 2 and t.dtype == torch.int64]
     numbers = [t for t in leaves if t.is_floating_point()]
-    return numbers + [t.mT for t in numbers if t.dim() == 3]
+    return numbers + [t.movedim(axis, 1) for t in numbers if t.dim() in (3, 4) for axis in range(2, t.dim())]

@@ -87,7 +87,6 @@ class Trace(TorchFunctionMode):
         known: what its tensors hold.
         drawn_by: generators that were asked by name, for as many rows as it has.
         drawn, chance: how many random numbers the loop has taken from torch; and what counts those of Python and numpy.
-        read: whether Python has seen a value of the batch.
         shapes: of the tensors of the batch.
         tape: what was written down.
         watching: whether it does so now.
@@ -112,7 +111,7 @@ class Trace(TorchFunctionMode):
         self.padding = padding
         self.felt: set[int] = set()
         self.drawn_by: list[torch.Generator] = []
-        self.drawn, self.chance, self.read = 0, Drawn(), False
+        self.drawn, self.chance = 0, Drawn()
         self.model, self.examples, self.turn = model, examples, turn
         # which dimensions may be the batch
         self.rows = Places(examples, rows_per_example, axes)
@@ -344,8 +343,6 @@ class Trace(TorchFunctionMode):
             self.known.left |= call.name in LEAVING and self.examples > 1
         result = self._made(call)
         if private:
-            plain = any(isinstance(leaf, int | float) for leaf in tree_leaves(result))
-            self.read |= plain and call.name not in READING_SHAPES
             self.sizes.add_count(result, self.tape.owner_of(call.given))
             for tensor in tree_leaves(result):
                 self.known.mark(tensor)
