@@ -87,6 +87,30 @@ def test_what_images_are_padded_with_is_seen_in_a_loop_without_a_mask(tmp_path, 
             engine.step(engine.model(pixels).square().sum(1))
 
 
+def test_images_of_one_size_beside_padded_series_are_taken(tmp_path):
+    """They hold the number that the series are padded with, and no larger image can come."""
+
+    class Both(OfImages):
+        def forward(self, pixels: Tensor, series: Tensor) -> Tensor:
+            return super().forward(pixels, torch.ones_like(pixels[:, 0]) == 1) + series.sum(1)
+
+    def together(rows):
+        pixels, series = zip(*rows, strict=True)
+        return torch.stack(pixels), nn.utils.rnn.pad_sequence(series, batch_first=True)
+
+    torch.manual_seed(0)
+    digits = nn.functional.pad(torch.randn(20, 3, 8, 8), (0, 4, 0, 4))
+    data = [(pixels, torch.randn(2 + i % 4, 4)) for i, pixels in enumerate(digits)]
+    model = Both(masked=False)
+    engine = PrivacyEngine(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), data, folder=tmp_path, data_name="both", batch_size=8, steps=2,
+        noise_multiplier=1.0, delta=1e-5, clip_norm=1.0,
+    )  # fmt: skip
+    for batch in engine.batches(together, physical_batch_size=8):
+        engine.step(engine.model(*batch).square().sum(1))
+    assert engine.finished
+
+
 @pytest.mark.parametrize("kind", ["holes", "beside"])
 def test_a_mask_that_is_none_of_padding_is_left_alone(kind):
     pixels, mask = images(SIZES)

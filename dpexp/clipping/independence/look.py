@@ -354,7 +354,8 @@ class Look:
                 self.supposed = plan.tokens
             elif found:
                 return found
-        if canvas := Canvas.of(self.replay, self.rows, self.token):
+        # what sequences are padded with says nothing of images beside them
+        if canvas := Canvas.of(self.replay, self.rows, None if plan else self.token):
             return self._felt(canvas.pairs(self.comparison.unequal), "one larger image", ONE_SIZE)
         return []
 
