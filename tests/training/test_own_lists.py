@@ -261,6 +261,13 @@ def by_sum_in_place(found, mask):
     return torch.stack([found[i, 0] / tokens(i) for i in range(len(found))])
 
 
+def by_what_was_written_below(found, mask):
+    mask = mask.clone()
+    rows = [mask[i] for i in range(len(mask))]
+    mask += mask.roll(1, 0)
+    return torch.stack([found[i, 0] / int(row.sum()) for i, row in enumerate(rows)])
+
+
 def tokens_of(tmp_path, losses):
     generator = torch.Generator().manual_seed(0)
     mask = (torch.arange(12) <= torch.arange(60)[:, None] % 11).float()
@@ -279,7 +286,10 @@ def test_numbers_of_an_example_scale_its_own_loss(tmp_path, losses):
     assert tokens_of(tmp_path, losses).finished
 
 
-@pytest.mark.parametrize("losses", [by_the_first, by_the_next, by_the_next_spread, by_two, by_sum_in_place])
+@pytest.mark.parametrize(
+    "losses",
+    [by_the_first, by_the_next, by_the_next_spread, by_two, by_sum_in_place, by_what_was_written_below],
+)
 def test_numbers_of_an_example_do_not_scale_losses_of_others(tmp_path, losses):
     with pytest.raises(UserError, match=r"scales losses by a number|depend on a number"):
         tokens_of(tmp_path, losses)

@@ -26,6 +26,7 @@ from dpexp.training.watching.lines import (
     name_of,
     storage_of,
     tensors_of,
+    version_of,
 )
 from dpexp.training.watching.memory import Memory
 from dpexp.training.watching.owned import Owned
@@ -103,7 +104,7 @@ class Tape:
         returned: number -> in which of its calls the model has returned it.
         untold: number -> why nobody can say which dimension is the batch.
         entries: number -> whose entry of a list it is.
-        own: tensor -> the example that it is made of, where it is one alone.
+        own: tensor -> the example that it is made of, where it is one alone, and how often its memory was written to by then.
         old: numbers of what earlier batches have left behind.
         beside: numbers of what is held and has nothing to do with any batch, as far as is known.
         memory: what is written to and was made by nothing that is written down.
@@ -171,8 +172,6 @@ class Tape:
         filled = self.memory.filled_by(call, self._is_public)
         read = self.memory.read_by(call, self._is_public)
         grad = torch.is_grad_enabled()
-        for tensor in written:
-            self.own.pop(tensor, None)
         return Line(
             call.func, slots, [], autocast, grad, counted, repeats, targets, kept, filled, read, own=own
         )
@@ -189,7 +188,8 @@ class Tape:
                 self._number(tensor)
             return
         for place, tensor in enumerate(made):
-            self.own[tensor] = self._row_of(line, given[0], place) if line.own is None else line.own
+            whose = self._row_of(line, given[0], place) if line.own is None else line.own
+            self.own[tensor] = whose, version_of(tensor)
             if tensor not in self.numbers:
                 self.numbers[tensor] = self._count = self._count + 1
             line.made.append(self.numbers[tensor])
@@ -211,8 +211,13 @@ class Tape:
     def owner_of(self, tensors: Iterable[Tensor]) -> int | None:
         """Whose all of the batch is that these tensors hold, where it is of one example alone."""
         listed = self._known.listed
-        found = {listed.get(t, self.own.get(t)) for t in tensors if t in self._known.private}
+        found = {listed[t] if t in listed else self._owner(t) for t in tensors if t in self._known.private}
         return found.pop() if len(found) == 1 else None
+
+    def _owner(self, tensor: Tensor) -> int | None:
+        whose, version = self.own.get(tensor, (None, 0))
+        # also by another name: views count together
+        return whose if version_of(tensor) == version else None
 
     def _row_of(self, line: Line, rows: Tensor, place: int) -> int | None:
         """Which example's row a call returns in one place, if it takes one, or each by itself."""
