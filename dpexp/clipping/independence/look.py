@@ -350,10 +350,11 @@ class Look:
     def _padded(self) -> list[Difference]:
         if plan := Padding.of(self.replay, self.rows, self.token):
             pairs = plan.pairs(self.comparison.unequal, self.lengths)
-            if (found := self._felt(pairs, "one longer example", FIXED)) and not plan.told:
-                self.supposed = plan.tokens
-            elif found:
+            found = self._felt(pairs, "one longer example", FIXED)
+            if found and plan.told:
                 return found
+            if found:
+                self.supposed = plan.tokens
         # what sequences are padded with says nothing of images beside them
         if canvas := Canvas.of(self.replay, self.rows, None if plan else self.token):
             return self._felt(canvas.pairs(self.comparison.unequal), "one larger image", ONE_SIZE)

@@ -140,10 +140,7 @@ class Beside:
                 if changed or a.real != b.real or (alike and a.whole != b.whole):
                     return f"what {a.name} is given beside it"
         # what each example draws for itself may decide what is done with all of them; noise may be what a coin has decided
-        if (
-            (self.few or other.few)
-            and alike
-            and [call[:2] for call in self.calls] != [call[:2] for call in other.calls]
-        ):
+        decided = alike and (self.few or other.few)
+        if decided and [call[:2] for call in self.calls] != [call[:2] for call in other.calls]:
             return "what is done with all of its examples together"
         return ""
