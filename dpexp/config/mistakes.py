@@ -106,6 +106,8 @@ def explain(error: Exception, config_name: str, schema: type, overrides: Sequenc
         parser = OverridesParser.create()
         grid = next((text for text in overrides if parser.parse_override(text).is_sweep_override()), "")
         name, _, value = grid.partition("=")
+        if re.fullmatch(r"0,0\d+", value):
+            return UserError(f"{grid}: decimals stand behind a point: {grid.replace(',', '.')}")
         if re.fullmatch(r"\d{1,3}(,\d{3})+", value):
             return UserError(f"{grid}: a number has no commas: {grid.replace(',', '')}")
         if _is_list(name, schema):

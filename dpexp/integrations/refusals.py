@@ -43,7 +43,6 @@ ARGUMENTS: dict[str, tuple[Callable[[Any], bool], str]] = {
         bool,
         "its noise depends on the length to which the others pad a row: leave it out",
     ),
-    "label_smoothing_factor": (bool, "smooth in per_example_losses(model, inputs) of a subclass"),
     "auto_find_batch_size": (
         bool,
         "give a per_device_train_batch_size that fits: too small a one costs time alone, it changes no result",

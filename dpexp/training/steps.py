@@ -26,7 +26,6 @@ from torch import Tensor, nn
 from dpexp.clipping import Report
 from dpexp.clipping.base import AnyClipper, Rows
 from dpexp.clipping.methods.microbatches import MicrobatchClipper
-from dpexp.clipping.methods.whole import VectorClipper
 from dpexp.clipping.thresholds import FixedThresholds
 from dpexp.errors import LateError, UserError
 from dpexp.models import precision
@@ -360,8 +359,8 @@ class Steps:
                 self._mover.tell_noise(self.stds)
         torch._foreach_div_(self.gradients, self.expected_batch)
         # methods that clip something else than gradients make gradients of the noisy means
-        if self.release is not None and isinstance(self.clipper, VectorClipper | MicrobatchClipper):
-            self.clipper.finish(self.stds)
+        if self.release is not None:
+            self.release.clipper.finish(self.stds)
         for parameter in self.narrow:
             # released, and rounded as the optimiser expects it
             mean, parameter.grad = parameter.grad, None

@@ -131,6 +131,11 @@ def test_of_a_list_and_a_grid_the_grid_is_named():
         compose([*JOB, "optim.betas=[0.8,0.9]", "seed=0,1"])
 
 
+def test_a_comma_in_the_place_of_a_point_is_named():
+    with pytest.raises(UserError, match=r"^optim.lr=0,005: decimals stand behind a point: optim.lr=0.005$"):
+        compose([*JOB, "optim.lr=0,005"])
+
+
 def test_the_laws_of_trials_are_those_that_have_a_price():
     assert set(TRIALS_LAWS) == set(LAWS)
 

@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from dpexp.errors import UserError
+from dpexp.integrations.row_losses import losses_of_rows
 from dpexp.integrations.transformers import Trainer
 from tests.integrations.hugging_face import (
     PRIVACY,
@@ -98,8 +99,6 @@ def test_losses_of_ones_own_that_go_by_the_batch_are_refused(tmp_path):
 
 
 def test_labels_of_every_kind_give_one_loss_per_row():
-    trainer = object.__new__(Trainer)
-
     class Head(nn.Module):
         def __init__(self, logits):
             super().__init__()
@@ -109,7 +108,7 @@ def test_labels_of_every_kind_give_one_loss_per_row():
             return {"logits": self.logits}
 
     def losses(logits, labels):
-        return trainer.per_example_losses(Head(logits), {"labels": labels})
+        return losses_of_rows(Head(logits), {"labels": labels})
 
     assert losses(torch.zeros(4, 3), torch.zeros(4, dtype=torch.long)).tolist() == pytest.approx(
         [np.log(3)] * 4
@@ -125,13 +124,39 @@ def test_labels_of_every_kind_give_one_loss_per_row():
         losses(torch.zeros(2, 3, 4, 5), torch.zeros(2))
 
 
+@pytest.mark.parametrize("kind", ["classifier", "causal"])
+def test_smoothed_labels_are_hugging_faces_row_by_row(tmp_path, kind):
+    model, batch = network(kind), collate(rows(kind)[:5])
+    trainer = make(tmp_path, kind, model=model, label_smoothing_factor=0.2, max_steps=1)
+    plain = transformers.Trainer(model, trainer.args, train_dataset=rows(kind), data_collator=collate)
+    losses = trainer.per_example_losses(model, dict(batch))
+    for i, loss in enumerate(losses):
+        alone = {name: value[i : i + 1] for name, value in batch.items()}
+        assert loss.item() == pytest.approx(plain.compute_loss(model, alone).item(), rel=1e-5)
+    trainer.train()
+    assert trainer.engine.finished
+
+
+def test_smoothing_that_would_change_nothing_is_refused(tmp_path):
+    class Own(Trainer):
+        def per_example_losses(self, model, inputs):
+            return super().per_example_losses(model, inputs)
+
+    with pytest.raises(UserError, match="would change nothing: Own has per_example_losses"):
+        make(tmp_path, trainer=Own, label_smoothing_factor=0.1)
+    trainer = make(tmp_path, label_smoothing_factor=0.1)
+    batch = collate(rows("classifier")[:4])
+    batch["labels"] = torch.eye(4)[:, :3]
+    with pytest.raises(UserError, match=r"label_smoothing_factor=0\.1: targets are several labels at once"):
+        trainer.per_example_losses(trainer.model, batch)
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
         ({"fp16": True, "use_cpu": False}, "bf16=True"),
         ({"torch_compile": True}, "torch_compile"),
         ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha"),
-        ({"label_smoothing_factor": 0.1}, "label_smoothing_factor"),
         ({"auto_find_batch_size": True}, "auto_find_batch_size"),
         ({"dataloader_num_workers": 2}, "dataloader_num_workers"),
         ({"enable_jit_checkpoint": True}, "has not counted yet"),
@@ -159,14 +184,14 @@ def test_language_models_that_no_list_names_write_the_next_token_too():
 
     batch = collate(rows("causal")[:3])
     plain = network("causal").eval()
-    expected = Trainer.per_example_losses(None, plain, batch)
+    expected = losses_of_rows(plain, batch)
     for i in range(3):
         alone = plain(**{name: value[i : i + 1] for name, value in batch.items()}).loss
         assert expected[i].item() == pytest.approx(alone.item(), rel=1e-5)
     for kind in (MyModel, MyPicturesForConditionalGeneration):
         model = kind(plain.config).eval()
         model.load_state_dict(plain.state_dict())
-        assert torch.equal(Trainer.per_example_losses(None, model, batch), expected)
+        assert torch.equal(losses_of_rows(model, batch), expected)
 
 
 def test_what_accelerate_launch_asks_for_is_looked_at_too(tmp_path, monkeypatch):
@@ -184,10 +209,10 @@ def test_labels_of_tokens_are_not_taken_for_labels_of_a_row():
     batch = collate(rows("causal")[:3])
     batch["labels"] = batch["input_ids"] % 2
     with pytest.raises(UserError, match="no per-example loss is known for ElectraForPreTraining"):
-        Trainer.per_example_losses(None, transformers.ElectraForPreTraining(config), batch)
+        losses_of_rows(transformers.ElectraForPreTraining(config), batch)
     config.problem_type, config.num_labels = "multi_label_classification", batch["input_ids"].shape[1]
     model = transformers.ElectraForSequenceClassification(config)
-    assert Trainer.per_example_losses(None, model, batch).shape == (3,)
+    assert losses_of_rows(model, batch).shape == (3,)
 
 
 def test_answers_by_spans_have_hugging_face_s_losses_row_by_row():
@@ -205,14 +230,14 @@ def test_answers_by_spans_have_hugging_face_s_losses_row_by_row():
         "start_positions": torch.tensor([0, 2, 4]),
         "end_positions": torch.tensor([1, 2, 9]),
     }
-    losses = Trainer.per_example_losses(None, model, inputs)
+    losses = losses_of_rows(model, inputs)
     for i in range(2):
         alone = model(**{name: value[i : i + 1] for name, value in inputs.items()}).loss
         assert losses[i].item() == pytest.approx(alone.item(), rel=1e-5)
     # beside longer rows, too: no answer begins in the padding, and one that was cut off has no loss there
     inputs["attention_mask"][1, 3:] = 0
     inputs["start_positions"][2], inputs["attention_mask"][2, 4:] = 4, 0
-    together = Trainer.per_example_losses(None, model, inputs)
+    together = losses_of_rows(model, inputs)
     alone = model(
         **{name: value[1:2, :3] if value.dim() > 1 else value[1:2] for name, value in inputs.items()}
     )
@@ -261,7 +286,7 @@ def test_losses_are_hugging_face_s_of_each_row_alone(kind, settings, features, l
     except StrictDataclassError as error:
         pytest.skip(f"this transformers refuses its own default: {error}")
     model = made(configuration).eval()
-    losses = Trainer.per_example_losses(None, model, features | {"labels": labels})
+    losses = losses_of_rows(model, features | {"labels": labels})
     for i in range(3):
         row = {name: value[i : i + 1] for name, value in features.items()}
         alone = model(**row, labels=labels[i : i + 1]).loss
@@ -272,7 +297,7 @@ def test_behind_a_prompt_that_is_learnt_the_first_token_is_a_target_too():
     prompt = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
     model = peft.get_peft_model(network("causal"), prompt)
     inputs = TEXTS | {"attention_mask": torch.ones(3, 4, dtype=torch.long), "labels": TEXTS["input_ids"]}
-    losses = Trainer.per_example_losses(None, model, inputs)
+    losses = losses_of_rows(model, inputs)
     for i in range(3):
         alone = model(**{name: value[i : i + 1] for name, value in inputs.items()}).loss
         assert losses[i].item() == pytest.approx(alone.item(), rel=1e-5)
@@ -295,15 +320,15 @@ def test_heads_without_a_loss_for_each_row_are_named(outputs, says):
             return outputs
 
     with pytest.raises(UserError, match=says):
-        Trainer.per_example_losses(None, Head(), {"labels": torch.zeros(2, 4, dtype=torch.long)})
+        losses_of_rows(Head(), {"labels": torch.zeros(2, 4, dtype=torch.long)})
 
 
 def test_a_batch_without_labels_is_named():
     with pytest.raises(UserError, match="a batch has no labels, it has input_ids, targets"):
-        Trainer.per_example_losses(None, None, {"input_ids": 1, "targets": 2})
+        losses_of_rows(None, {"input_ids": 1, "targets": 2})
     # of a detector, with the boxes of each picture
     with pytest.raises(UserError, match="labels of a batch are a list and no tensor"):
-        Trainer.per_example_losses(None, None, {"pixel_values": torch.zeros(1), "labels": [{"boxes": 1}]})
+        losses_of_rows(None, {"pixel_values": torch.zeros(1), "labels": [{"boxes": 1}]})
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,31 @@ class Hardest(TinyTask):
         return torch.where(found >= found.detach().median(), found, 0 * found)
 
 
+class Asleep(TinyTask):
+    """A scale of the batch with a floor, which no row of the first batches passes."""
+
+    def losses(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        outputs = model(batch["x"])
+        scaled = outputs / outputs.detach().abs().amax().clamp(min=100)
+        return nn.functional.cross_entropy(scaled, batch["y"], reduction="none")
+
+
+class AsleepBefore(TinyTask):
+    """The same of what enters the model."""
+
+    def losses(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        x = batch["x"]
+        return super().losses(model, batch | {"x": x / x.abs().amax().clamp(min=100)})
+
+
+class AsleepCollated(TinyTask):
+    """The same in its batches."""
+
+    def collate(self, examples: list[Any]) -> dict[str, Tensor]:
+        batch = super().collate(examples)
+        return batch | {"x": batch["x"] / batch["x"].abs().amax().clamp(min=100)}
+
+
 class Remembering(TinyTask):
     """A running mean of the losses, kept in the task."""
 
@@ -87,7 +112,7 @@ class Unlucky(TinyTask):
         raise RuntimeError("only on Mondays")
 
 
-@pytest.mark.parametrize("task", [Balanced, Normalised, Hardest, Remembering, AllWithAll])
+@pytest.mark.parametrize("task", [Balanced, Normalised, Hardest, AsleepBefore, Remembering, AllWithAll])
 def test_losses_that_go_by_the_batch_are_refused(task: type[TinyTask]) -> None:
     with pytest.raises(UserError, match=rf"{task.__name__}\.losses: .*mixes examples"):
         look_at_task(task(), tiny_model(), 0)
@@ -416,7 +441,7 @@ def own_loop(folder: Path, task: TinyTask, model: nn.Module, steps: int = 2, siz
 
 
 @pytest.mark.parametrize(
-    "task", [Balanced, Normalised, Hardest, AllWithAll, Negatives, Shuffled, WrittenInPlace]
+    "task", [Balanced, Normalised, Hardest, Asleep, AllWithAll, Negatives, Shuffled, WrittenInPlace]
 )
 def test_losses_of_a_loop_that_go_by_the_batch_are_refused_at_its_first_step(tmp_path, task) -> None:
     with pytest.raises(UserError, match="mixes examples: the loss of one changes when the others"):
@@ -424,6 +449,15 @@ def test_losses_of_a_loop_that_go_by_the_batch_are_refused_at_its_first_step(tmp
     assert _get_current_function_mode() is None
     ledger = tmp_path / LEDGER
     assert not ledger.exists() or "fingerprint" not in ledger.read_text()
+
+
+@pytest.mark.parametrize(
+    ("task", "words"),
+    [(AsleepBefore, "before they enter the model"), (AsleepCollated, "collate_fn mixes examples")],
+)
+def test_what_sleeps_until_a_large_row_comes_is_refused_before_it(tmp_path, task, words) -> None:
+    with pytest.raises(UserError, match=words):
+        own_loop(tmp_path, task(), tiny_model())
 
 
 def test_a_model_that_is_called_by_its_parts_is_refused_where_they_mix(tmp_path) -> None:

@@ -19,12 +19,14 @@ from dpexp.clipping.tapping.forwards import entered
 # of inputs whose batch dimension the shapes leave open
 READINGS = 12
 
-# examples that are looked at among copies of themselves; and with one copy, which costs little
-LONELY, PAIRS = 3, 8
-
-# factors of floating-point inputs in rows that are replaced: the first with which all is finite
-SIZES = 3.0, 1.0
-# and further ones, where Python decides by a number: how far a solver steps, when an iteration ends
+# Factors of floating-point inputs in rows that are replaced: the first with which all is finite. What passes a limit only beside
+# a large row (a scale of the whole batch, with a floor) sleeps until one comes
+SIZES = 1e3, 3.0, 1.0
+# and those of copies around each of a few examples
+COPIES_SIZES = (1e6, *SIZES), (3.0, 1.0), (1e-3, 1.0)
+# examples that are looked at with one copy, which costs little
+PAIRS = 8
+# further factors, where Python decides by a number: how far a solver steps, when an iteration ends
 FAR_SIZES = 10.0, 0.1
 
 # which dimension of every input is the batch, or how its rows lie end to end; None: shared by all
@@ -122,14 +124,17 @@ class Batches:
             mixed.append([(i, False) if i in own else (next(others), True) for i in range(num)])
         whole = [(i, False) for i in range(num)]
         # where examples share tokens, each half may hold what another one sees of the whole: a maximum, say
-        lonely = order[:LONELY] if num > 2 else []
+        lonely = order if num > 2 else []
         pairs = order[::-1][:PAIRS] if num > 2 else []
         return [
             Variant(alone, whole[:cut], [(i, i) for i in front]),
             Variant(alone, whole[cut:], [(i, i - cut) for i in back]),
             Variant(replaced, mixed[0], [(i, i) for i in kept[0]]),
             Variant(replaced, mixed[1], [(i, i) for i in kept[1]]),
-            *(Variant(replaced, [(i, j != i) for j in range(num)], [(i, i)]) for i in lonely),
+            *(
+                Variant(replaced, [(i, j != i) for j in range(num)], [(i, i)], sizes=sizes)
+                for i, sizes in zip(lonely, COPIES_SIZES, strict=False)
+            ),
             *(Variant(replaced, [(i, False)] * num, [(i, i)]) for i in lonely[:1]),
             *(Variant(alone, [(i, False)] * 2, [(i, 0)]) for i in pairs),
             *(

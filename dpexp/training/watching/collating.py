@@ -8,6 +8,7 @@ import copy
 import itertools
 import random
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,8 @@ from dpexp.training.watching.collated import Part, Parts
 
 # examples that are collated, and how often: chance may decide whether anything is mixed
 EXAMPLES, TIMES = 8, 4
+# factors of their numbers: one that keeps all bounds, and one that wakes what sleeps until a large row comes
+SMALLER, LARGER = 0.5, 1e3
 
 OTHERWISE = (
     "collate_fn makes something else of the same examples and the same random numbers: it keeps something of earlier batches, or "
@@ -147,11 +150,12 @@ def refuse_mixing(collate_fn: Collate, examples: Sequence[Any], rows_per_unit: i
         parts = Parts(len(few), without, rows_per_unit)
         # neighbours, mirror images and halves are all apart; and each example alone, which may stand there twice
         halves = [[u.bit_count() % 2 == side for u in unit] for side in range(2)]
-        splits = [halves] * TIMES + [[[u != alone for u in unit]] for alone in range(units)]
+        splits = [halves] * TIMES + [[[u != alone for u in unit]] for alone in range(units)] + [halves]
         for seed, sides in enumerate(splits if units > 1 else []):
+            change = partial(_changed, factor=SMALLER if seed + 1 < len(splits) else LARGER)
             try:
                 changed = [
-                    [r if k else tree_map(_changed, r) for r, k in zip(few, kept, strict=True)]
+                    [r if k else tree_map(change, r) for r, k in zip(few, kept, strict=True)]
                     for kept in sides
                 ]
                 here, *there = [parts.of(_seeded(collate_fn, rows, seed)) for rows in (few, *changed)]
@@ -375,14 +379,16 @@ class _Rows(TorchFunctionMode):
         return row.clone() if row.untyped_storage().nbytes() > row.nbytes else func(*args)
 
 
-def _changed(leaf: Any) -> Any:
-    """Another picture, or other numbers, of the same kind and size, within the same bounds; anything else as it is."""
+def _changed(leaf: Any, factor: float) -> Any:
+    """Another picture within the same bounds, or other numbers, ``factor`` times as large; anything else as it is."""
     if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.dtype == torch.uint8):
-        return (leaf.flatten().flip(0).reshape(leaf.shape) / 2).to(leaf.dtype)
+        factor = factor if leaf.is_floating_point() else SMALLER
+        return (leaf.flatten().flip(0).reshape(leaf.shape) * factor).to(leaf.dtype)
     if isinstance(leaf, np.ndarray | np.floating) and leaf.dtype.kind in "fu":
-        return (np.flip(np.asarray(leaf)) / 2).astype(leaf.dtype)
+        factor = factor if leaf.dtype.kind == "f" else SMALLER
+        return (np.flip(np.asarray(leaf)) * factor).astype(leaf.dtype)
     if isinstance(leaf, float):
-        return leaf / 2
+        return leaf * factor
     if hasattr(leaf, "rotate") and hasattr(leaf, "point"):
         # of Pillow
         return leaf.rotate(180).point(lambda value: value // 2)

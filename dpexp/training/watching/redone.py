@@ -23,8 +23,8 @@ from dpexp.training.watching.padded import FACTORS, in_padding, padded_further
 from dpexp.training.watching.places import Place, rows_changed
 from dpexp.training.watching.trace import Trace
 
-# factor of floating-point numbers in rows that stand in the place of others
-SCALE = 3.0
+# factors of floating-point numbers in rows that stand in the place of others: the first with which all is finite
+SCALES = 1e3, 3.0
 # bytes of what the model returns by which losses are differentiated
 SMALL = 1 << 24
 
@@ -215,7 +215,7 @@ class Redone:
                 continue
             for place in {0, held.numel() // 2, held.numel() - 1} if held.numel() else ():
                 other = held.clone(memory_format=torch.contiguous_format)
-                other.view(-1)[place] = SCALE * other.view(-1)[place] + 1
+                other.view(-1)[place] = SCALES[-1] * other.view(-1)[place] + 1
                 try:
                     lost = self._again(number, instead={n: other})[0]
                 except Exception:
@@ -366,11 +366,15 @@ class Redone:
         """
         if kept is None:
             return self.tape.again(number, self.tape.held | dict(instead or {}), by)
-        try:
-            return self.tape.again(number, self._with_others(kept, SCALE), by)
-        except Exception:
-            # a target that must be between 0 and 1
-            return self.tape.again(number, self._with_others(kept, 1.0), by)
+        for scale in SCALES:
+            try:
+                found = self.tape.again(number, self._with_others(kept, scale), by)
+            except Exception:
+                # a target that must be between 0 and 1
+                continue
+            if scale == SCALES[-1] or bool(found[0].isfinite().all()):
+                return found
+        return self.tape.again(number, self._with_others(kept, 1.0), by)
 
     def _with_others(self, kept: Sequence[int], scale: float) -> dict[int, Tensor]:
         """What is held, with the examples ``kept`` in the place of the others; ``scale``: of floating-point numbers there."""
