@@ -137,12 +137,11 @@ def quality_follows_signal(records: Sequence[Record]) -> Finding:
         doublings = [math.log2(record.facts[signal]) for record in runs]
         points = [100 * (record.metric("accuracy") or 0.0) for record in runs]
         found = stats.linregress(doublings, points)
-        half = float(stats.t.ppf(1 - LEVEL / 2, len(runs) - 2)) * found.stderr
-        p = float(stats.t.sf(found.slope / found.stderr, len(runs) - 2))
-        slope = float(found.slope)
-        result = Comparison(slope, slope - half, slope + half, p, 1 - p)
-        names = (f"accuracy at twice the ratio, r = {found.rvalue:.2f}", "at the ratio")
-        sides = (Side(names[0], len(runs)), Side(names[1], len(runs)))
+        t = stats.t(len(runs) - 2, found.slope, found.stderr)
+        low, high = t.interval(1 - LEVEL)
+        result = Comparison(found.slope, low, high, t.cdf(0), t.sf(0))
+        twice = f"accuracy at twice the ratio, r = {found.rvalue:.2f}"
+        sides = Side(twice, len(runs)), Side("at the ratio", len(runs))
         most = max(runs, key=lambda record: float(record.facts[name]))
         ratios = f"ratios of {2 ** min(doublings):.3f} to {2 ** max(doublings):.3f}"
         what = f"{_described(most)} and smaller batches, {ratios}"
