@@ -293,9 +293,9 @@ def by_name(*, name: str, image: int, classes: int = 1000, settings: dict[str, A
     return _classified(model, (3, image, image), classes)
 
 
-def wrn(*, depth: int, widening: int, base: int = 16, image: int = 32, classes: int = 10) -> Parts:
+def wrn(*, depth: int, widening: int, image: int = 32, classes: int = 10) -> Parts:
     """A wide residual network with GroupNorm (Zagoruyko & Komodakis 2016; De et al. 2022 without weight standardisation)."""
-    return _classified(lambda: WideResNet(depth, widening, base, classes), (3, image, image), classes)
+    return _classified(lambda: WideResNet(depth, widening, 16, classes), (3, image, image), classes)
 
 
 class WideResNet(nn.Module):
@@ -344,17 +344,9 @@ _TINY_LSTM = {"width": 8, "vocabulary": 11, "length": 5}
 _TINY_VIT = {"layers": 2, "width": 32, "heads": 2, "image": 48, "classes": 7}
 
 
-def _gpt2(
-    layers: int, width: int, *, tied: bool, rank: int = 0, heads: int | None = None, batch: int = 8
-) -> Workload:
-    full = {
-        "layers": layers,
-        "width": width,
-        "heads": heads or width // 64,
-        "vocabulary": 50257,
-        "length": 100,
-    }
-    return Workload(gpt2, batch, full | {"tied": tied, "rank": rank}, _TINY_TEXT)
+def _gpt2(layers: int, width: int, *, tied: bool, rank: int = 0) -> Workload:
+    full = {"layers": layers, "width": width, "heads": width // 64, "vocabulary": 50257, "length": 100}
+    return Workload(gpt2, 8, full | {"tied": tied, "rank": rank}, _TINY_TEXT)
 
 
 def _llama(length: int) -> Workload:
