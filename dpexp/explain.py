@@ -54,16 +54,8 @@ def explain(arguments: ExplainArguments) -> dict[str, Any]:
     """
     _check(arguments)
     model = arguments.model
-    network = build(
-        model.id or arguments.network or "",
-        architecture=model.architecture,
-        config=model.config,
-        image=arguments.image,
-        tokens=arguments.tokens,
-        family=model.family,
-        tokenizer=model.tokenizer,
-        factory=model.factory,
-    )
+    name = model.id or arguments.network or ""
+    network = build(name, model, image=arguments.image, tokens=arguments.tokens)
     every = layers_of(network.model, network.run)
     layers = _kept(every, arguments)
     parameters, listed, unlisted = coverage(network.model, every)

@@ -27,7 +27,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from dpexp.benchmark.workloads import with_lora
+from dpexp.benchmark.workloads import gpt2_network, with_lora
 from dpexp.clipping import attach
 from dpexp.clipping.devices import device_groups
 from dpexp.parallel import Ranks, current
@@ -307,17 +307,10 @@ def _collectives(sent: Counter[str]) -> Iterator[None]:
 
 
 def _model(size: dict[str, int]) -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
     shape = {name: size[name] for name in ("n_layer", "n_embd", "n_head", "vocab_size")}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = GPT2LMHeadModel(
-            GPT2Config(
-                **shape, n_positions=size["length"], resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False,
-                tie_word_embeddings=False, bos_token_id=0, eos_token_id=0,
-            )
-        )  # fmt: skip
+        model = gpt2_network(**shape, n_positions=size["length"], tie_word_embeddings=False)
         return (with_lora(model, size["lora"]) if "lora" in size else model).train()
 
 

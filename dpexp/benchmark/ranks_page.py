@@ -9,7 +9,7 @@ from rich.table import Table
 
 from dpexp.complexity.pipeline import WAYS, Assumptions, cost
 from dpexp.durable import write_atomic
-from dpexp.reproduce.documents import grouped
+from dpexp.reproduce.documents import Document, Rows, Section, grouped
 from dpexp.reproduce.drawing import COLOURS, draw
 
 
@@ -22,25 +22,28 @@ def _case(row: dict[str, Any]) -> tuple[int, int]:
     return row["length"], row["lora"]
 
 
+def _columns(row: dict[str, Any], base: dict[str, Any]) -> dict[str, str]:
+    """One row in words; ``base``: the same runtime without privacy."""
+    return {
+        "tokens in a text": str(row["length"]), "trained": _trained(row), "runtime": row["runtime"], "clipping": row["method"],
+        "step, s": f"{row['wall_s']:.3f}", "noise, s": f"{row['noise_s']:.3f}", "wall time ratio": f"{row['wall_ratio']:.3f}",
+        "without noise": f"{(row['wall_s'] - row['noise_s']) / base['wall_s']:.3f}",
+        "processor time ratio": f"{row['cpu_ratio']:.3f}",
+        "bytes in a step": ", ".join(f"{kind} {count:,}" for kind, count in row["bytes"].items()),
+    }  # fmt: skip
+
+
+def _in_words(rows: list[dict[str, Any]]) -> Rows:
+    bases = {(_case(row), row["runtime"]): row for row in rows if row["method"] == "nonprivate"}
+    return [_columns(row, bases[_case(row), row["runtime"]]) for row in rows]
+
+
 def ranks_table(rows: list[dict[str, Any]]) -> Table:
     """Show the rows of `measure_ranks` on a terminal."""
-    table = Table(
-        "tokens",
-        "trained",
-        "runtime",
-        "clipping",
-        "step, s",
-        "noise, s",
-        "wall ratio",
-        "processor ratio",
-        "bytes in a step",
-    )
-    for row in rows:
-        sent = ", ".join(f"{kind} {count:,.0f}" for kind, count in row["bytes"].items())
-        table.add_row(
-            str(row["length"]), _trained(row), row["runtime"], row["method"], f"{row['wall_s']:.4g}", f"{row['noise_s']:.3g}",
-            f"{row['wall_ratio']:.3f}", f"{row['cpu_ratio']:.3f}", sent,
-        )  # fmt: skip
+    shown = _in_words(rows)
+    table = Table(*shown[0])
+    for row in shown:
+        table.add_row(*row.values())
     return table
 
 
@@ -54,36 +57,21 @@ def write_ranks(rows: list[dict[str, Any]], out: Path) -> None:
 def ranks_page(rows: list[dict[str, Any]]) -> str:
     """Say in Markdown what `measure_ranks` found."""
     models = dict.fromkeys(f"{row['parameters']:,} parameters ({_trained(row)} trained)" for row in rows)
-    lines = [
-        "# What privacy costs over processes",
-        "",
+    made = (
         f"Made by `python -m dpexp.bench bench=ranks`: GPT-2 of {' and of '.join(models)}, on {rows[0]['processes']} processes "
         "of one core each. A step is forward, backward, clipping, sums over processes, noise and SGD. Ratios are to the same "
         "runtime without privacy (each process alone with its share, DistributedDataParallel, `fully_shard`, a 1F1B pipeline) on "
         "the same model and texts, medians of turns. The processor's time is that of the slowest process; other programs disturb "
-        "it least. Bytes are what all processes hand to others in one step.",
-        "",
-        "| tokens in a text | trained | runtime | clipping | step, s | noise, s | wall time ratio | without noise | processor "
-        "time ratio | bytes in a step |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    bases = {(_case(row), row["runtime"]): row for row in rows if row["method"] == "nonprivate"}
-    for row in rows:
-        sent = ", ".join(f"{kind} {count:,}" for kind, count in row["bytes"].items())
-        bare = (row["wall_s"] - row["noise_s"]) / bases[_case(row), row["runtime"]]["wall_s"]
-        lines.append(
-            f"| {row['length']} | {_trained(row)} | {row['runtime']} | {row['method']} | {row['wall_s']:.3f} | "
-            f"{row['noise_s']:.3f} | {row['wall_ratio']:.3f} | {bare:.3f} | {row['cpu_ratio']:.3f} | {sent} |"
-        )
-    loads = max(row["load_average"] for row in rows)
-    lines += [
-        "",
-        f"Load of the machine at the end of a measurement (number of busy programs): up to {loads:.1f}.",
-        "",
+        "it least. Bytes are what all processes hand to others in one step."
+    )
+    load = max(row["load_average"] for row in rows)
+    below = (
+        f"Load of the machine at the end of a measurement (number of busy programs): up to {load:.1f}.",
         "The right half of the plot is a model, not a measurement: GPT-3 (175B parameters) in 16 stages on 16 to 512 devices, "
         "with the assumptions of [communication-he](../tables/communication-he.md).",
-    ]
-    return "\n".join(lines) + "\n"
+    )
+    sections = Section(rows=_in_words(rows)), Section(paragraphs=below)
+    return Document("ranks", "What privacy costs over processes", (made,), sections, foot="").as_markdown()
 
 
 def ranks_plot(rows: list[dict[str, Any]]) -> str:

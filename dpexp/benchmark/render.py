@@ -13,6 +13,7 @@ from rich.table import Table
 
 from dpexp.benchmark.methods import NONPRIVATE
 from dpexp.durable import write_atomic, write_json
+from dpexp.reproduce.documents import number
 
 # a relative error above this is no rounding
 WRONG = {"fp32": 1e-3, "bf16": 1e-1}
@@ -66,7 +67,7 @@ def workload_table(rows: Rows, precision: str) -> Table:
     table = Table("method", *(heading for heading, _, _ in shown), "note", title=title)
     for row in rows:
         # a record from before there was a column has none
-        numbers = (_number(row.get(name), form) for _, name, form in shown)
+        numbers = (number(row.get(name), form) for _, name, form in shown)
         table.add_row(row["method"], *numbers, note(row, precision))
     return table
 
@@ -110,12 +111,8 @@ def _cell(row: dict[str, Any] | None, method: str, precision: str) -> str:
         return f"{row['fastest_s']:.3g} s / {row['peak_mib']:.0f} MiB"
     if row["time_ratio"] is None:
         return f"{row['fastest_s']:.3g} s"
-    text = f"{row['time_ratio']:.2f} / {_number(row['memory_ratio'], '.2f')}"
+    text = f"{row['time_ratio']:.2f} / {number(row['memory_ratio'], '.2f')}"
     return f"{text} wrong" if wrong(row, precision) else text
-
-
-def _number(value: float | None, form: str) -> str:
-    return "" if value is None else format(value, form)
 
 
 def plot(record: dict[str, Any]) -> str:
@@ -139,16 +136,13 @@ def plot(record: dict[str, Any]) -> str:
     )
     settings = record["settings"]
     hatches = (None, "//")
-    looks = [
-        (_COLOURS[number % len(_COLOURS)], hatches[number >= len(_COLOURS)]) for number in range(len(methods))
-    ]
+    looks = [(_COLOURS[i % len(_COLOURS)], hatches[i >= len(_COLOURS)]) for i in range(len(methods))]
     with matplotlib.rc_context({"svg.hashsalt": "dpexp", "svg.fonttype": "none", "font.size": 9}):
         figure = Figure(figsize=(max(6.0, 1.2 + 1.3 * len(workloads)), 6.5), layout="constrained")
         axes = figure.subplots(2, 1, sharex=True)
         width = 0.85 / max(1, len(methods))
         for axis, (label, height) in zip(axes, panels, strict=True):
-            for number, method in enumerate(methods):
-                colour, hatch = looks[number]
+            for i, (method, (colour, hatch)) in enumerate(zip(methods, looks, strict=True)):
                 for place, workload in enumerate(workloads):
                     row = rows[workload, method]
                     if row["time_ratio"] is None or row["memory_ratio"] is None:
@@ -158,7 +152,7 @@ def plot(record: dict[str, Any]) -> str:
                         continue
                     hollow = wrong(row, settings["precision"])
                     axis.bar(
-                        place + (number - (len(methods) - 1) / 2) * width, value, width,
+                        place + (i - (len(methods) - 1) / 2) * width, value, width,
                         facecolor="none" if hollow else colour, edgecolor=colour,
                         hatch=hatch,
                     )  # fmt: skip

@@ -69,20 +69,35 @@ def workload_named(name: str) -> Workload:
     return replace(workload, batch_size=int(batch)) if at else workload
 
 
+def _transformer(family: str, head: str, **sizes: Any) -> nn.Module:
+    """A network of transformers: GPT2LMHeadModel of a GPT2Config, say."""
+    import transformers
+
+    network: nn.Module = getattr(transformers, f"{family}{head}")(
+        getattr(transformers, f"{family}Config")(**sizes)
+    )
+    return network
+
+
+# of a language model that only trains
+_TRAINS = {"use_cache": False, "bos_token_id": 0, "eos_token_id": 0}
+
+
+def gpt2_network(**sizes: Any) -> nn.Module:
+    """GPT-2 without dropout, its sizes by the names of GPT2Config."""
+    dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    return _transformer("GPT2", "LMHeadModel", **dropout, **_TRAINS, **sizes)
+
+
 def gpt2(
     *, layers: int, width: int, heads: int, vocabulary: int, length: int, tied: bool, rank: int = 0
 ) -> Parts:
     """GPT-2 with a loss on every token; `rank` > 0: LoRA on the attention's input projection, the rest frozen."""
 
     def model() -> nn.Module:
-        from transformers import GPT2Config, GPT2LMHeadModel
-
-        network = GPT2LMHeadModel(
-            GPT2Config(
-                n_layer=layers, n_embd=width, n_head=heads, vocab_size=vocabulary, n_positions=max(length, 1024),
-                resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, tie_word_embeddings=tied, use_cache=False,
-                bos_token_id=0, eos_token_id=0,
-            )
+        network = gpt2_network(
+            n_layer=layers, n_embd=width, n_head=heads, vocab_size=vocabulary, n_positions=max(length, 1024),
+            tie_word_embeddings=tied,
         )  # fmt: skip
         return with_lora(network, rank) if rank else network
 
@@ -131,14 +146,10 @@ def llama(*, layers: int, width: int, heads: int, vocabulary: int, length: int) 
     """Llama with a loss on every token, half as many heads of keys as of queries, and a small vocabulary."""
 
     def model() -> nn.Module:
-        from transformers import LlamaConfig, LlamaForCausalLM
-
-        return LlamaForCausalLM(
-            LlamaConfig(
-                num_hidden_layers=layers, hidden_size=width, num_attention_heads=heads, num_key_value_heads=heads // 2,
-                intermediate_size=8 * width // 3, vocab_size=vocabulary, max_position_embeddings=length, use_cache=False,
-                bos_token_id=0, eos_token_id=0,
-            )
+        return _transformer(
+            "Llama", "ForCausalLM", num_hidden_layers=layers, hidden_size=width, num_attention_heads=heads,
+            num_key_value_heads=heads // 2, intermediate_size=8 * width // 3, vocab_size=vocabulary,
+            max_position_embeddings=length, **_TRAINS,
         )  # fmt: skip
 
     return _language(model, vocabulary, length)
@@ -148,14 +159,10 @@ def mixtral(*, layers: int, width: int, heads: int, experts: int, vocabulary: in
     """Mixtral with two experts for each token and a loss on every token."""
 
     def model() -> nn.Module:
-        from transformers import MixtralConfig, MixtralForCausalLM
-
-        return MixtralForCausalLM(
-            MixtralConfig(
-                num_hidden_layers=layers, hidden_size=width, num_attention_heads=heads, num_key_value_heads=heads // 2,
-                intermediate_size=2 * width, num_local_experts=experts, vocab_size=vocabulary,
-                max_position_embeddings=length, use_cache=False, bos_token_id=0, eos_token_id=0,
-            )
+        return _transformer(
+            "Mixtral", "ForCausalLM", num_hidden_layers=layers, hidden_size=width, num_attention_heads=heads,
+            num_key_value_heads=heads // 2, intermediate_size=2 * width, num_local_experts=experts, vocab_size=vocabulary,
+            max_position_embeddings=length, **_TRAINS,
         )  # fmt: skip
 
     return _language(model, vocabulary, length)
@@ -165,15 +172,11 @@ def roberta(*, layers: int, width: int, heads: int, vocabulary: int, length: int
     """RoBERTa with a head for two classes; the second half of the rows is padded from the middle on."""
 
     def model() -> nn.Module:
-        from transformers import RobertaConfig, RobertaForSequenceClassification
-
-        return RobertaForSequenceClassification(
-            RobertaConfig(
-                num_hidden_layers=layers, hidden_size=width, num_attention_heads=heads, intermediate_size=4 * width,
-                vocab_size=vocabulary, max_position_embeddings=max(length, 512) + 2, type_vocab_size=1, pad_token_id=1,
-                hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, num_labels=2,
-            )
-        ).train()  # fmt: skip
+        return _transformer(
+            "Roberta", "ForSequenceClassification", num_hidden_layers=layers, hidden_size=width, num_attention_heads=heads,
+            intermediate_size=4 * width, vocab_size=vocabulary, max_position_embeddings=max(length, 512) + 2, type_vocab_size=1,
+            pad_token_id=1, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, num_labels=2,
+        )  # fmt: skip
 
     def batch(size: int, generator: torch.Generator) -> Batch:
         tokens = torch.randint(4, vocabulary, (size, length), generator=generator)
@@ -212,24 +215,20 @@ def lstm(*, width: int, vocabulary: int, length: int, opacus: bool, classes: int
             return _Recurrent(DPLSTM, width, vocabulary, classes)
         return _Recurrent(nn.LSTM, width, vocabulary, classes)
 
-    def batch(size: int, generator: torch.Generator) -> Batch:
-        return {
-            "tokens": torch.randint(vocabulary, (size, length), generator=generator),
-            "labels": torch.randint(classes, (size,), generator=generator),
-        }
-
-    def losses(network: Callable[..., Any], batch: Batch) -> Tensor:
-        return F.cross_entropy(network(batch["tokens"]), batch["labels"], reduction="none")
-
-    return Parts(model, batch, losses)
+    return _classified(model, (length,), classes, words=vocabulary)
 
 
-def _classified(model: Callable[[], nn.Module], shape: tuple[int, ...], classes: int) -> Parts:
-    """Random inputs of one shape, one of so many classes each."""
+def _classified(
+    model: Callable[[], nn.Module], shape: tuple[int, ...], classes: int, words: int = 0
+) -> Parts:
+    """Random inputs of one shape, one of so many classes each: numbers, or with ``words`` so many different ones."""
 
     def batch(size: int, generator: torch.Generator) -> Batch:
+        drawn = (size, *shape)
         return {
-            "inputs": torch.randn(size, *shape, generator=generator),
+            "inputs": torch.randint(words, drawn, generator=generator)
+            if words
+            else torch.randn(drawn, generator=generator),
             "labels": torch.randint(classes, (size,), generator=generator),
         }
 
@@ -294,9 +293,9 @@ def by_name(*, name: str, image: int, classes: int = 1000, settings: dict[str, A
     return _classified(model, (3, image, image), classes)
 
 
-def wrn(*, depth: int, widening: int, base: int = 16, image: int = 32, classes: int = 10) -> Parts:
+def wrn(*, depth: int, widening: int, image: int = 32, classes: int = 10) -> Parts:
     """A wide residual network with GroupNorm (Zagoruyko & Komodakis 2016; De et al. 2022 without weight standardisation)."""
-    return _classified(lambda: WideResNet(depth, widening, base, classes), (3, image, image), classes)
+    return _classified(lambda: WideResNet(depth, widening, 16, classes), (3, image, image), classes)
 
 
 class WideResNet(nn.Module):
@@ -345,17 +344,9 @@ _TINY_LSTM = {"width": 8, "vocabulary": 11, "length": 5}
 _TINY_VIT = {"layers": 2, "width": 32, "heads": 2, "image": 48, "classes": 7}
 
 
-def _gpt2(
-    layers: int, width: int, *, tied: bool, rank: int = 0, heads: int | None = None, batch: int = 8
-) -> Workload:
-    full = {
-        "layers": layers,
-        "width": width,
-        "heads": heads or width // 64,
-        "vocabulary": 50257,
-        "length": 100,
-    }
-    return Workload(gpt2, batch, full | {"tied": tied, "rank": rank}, _TINY_TEXT)
+def _gpt2(layers: int, width: int, *, tied: bool, rank: int = 0) -> Workload:
+    full = {"layers": layers, "width": width, "heads": width // 64, "vocabulary": 50257, "length": 100}
+    return Workload(gpt2, 8, full | {"tied": tied, "rank": rank}, _TINY_TEXT)
 
 
 def _llama(length: int) -> Workload:

@@ -87,29 +87,17 @@ class Network:
 
 
 def build(
-    name: str,
-    *,
-    architecture: str | None = None,
-    config: dict[str, Any] | None = None,
-    image: int | None = None,
-    tokens: int | None = None,
-    family: str = "hf",
-    tokenizer: str | None = None,
-    factory: str | None = None,
+    name: str, model: ModelConfig | None = None, *, image: int | None = None, tokens: int | None = None
 ) -> Network:
     """The network of that name, in evaluation mode.
 
     Args:
         name: one of `PUBLISHED` (``_`` for ``-`` and a hub's owner in front will do), any name of timm, a folder with a
-            ``config.json``, or ``OWNER/NAME`` on the hub. Only shown where there is an architecture.
-        architecture: of transformers, for a network of one's own sizes.
-        config: fields of the configuration (arguments of the constructor, for timm) to set.
+            ``config.json``, or ``OWNER/NAME`` on the hub. Only shown where the model's settings say what to build.
+        model: its family, architecture and config (arguments of the constructor, for timm), its factory, and, of networks with
+            an architecture, the tokenizer of embedded words that they are fitted to; other settings are not read.
         image: height and width; None: what the network was published for.
         tokens: None: 100 for GPT-2, 256 otherwise (section 2.3).
-        family: "cnn" and "wide_resnet" are made by `dpexp.models.images`, "custom" by `factory`; "mpnet" and "smollm2" are
-            as their packages say.
-        tokenizer: of embedded words, to which a network with an architecture is fitted; any other one is not read.
-        factory: package.module:function.
 
     Raises:
         UserError: no such name, or an input that does not fit it.
@@ -117,20 +105,20 @@ def build(
     for key, value in (("image", image), ("tokens", tokens)):
         if value is not None and value < 1:
             raise UserError(f"{key}={value} must be 1 or larger")
-    config = config or {}
-    if family in OWN_FAMILIES:
-        return _own(name, ModelConfig(family=family, architecture=architecture, config=config), image, tokens)
-    if family == "custom":
-        return _custom(ModelConfig(family=family, factory=factory, config=config), image, tokens)
-    if family in ("mpnet", "smollm2"):
-        packaged = ModelConfig(family=family, config=config)
+    model = model or ModelConfig()
+    config = model.config
+    if model.family in OWN_FAMILIES:
+        return _own(name, model, image, tokens)
+    if model.family == "custom":
+        return _custom(model, image, tokens)
+    if model.family in ("mpnet", "smollm2"):
         with quiet():
-            found = load_config(packaged, locate(packaged))
+            found = load_config(model, locate(model))
         return _from_config(_with_head(found), name, image, tokens)
-    if architecture is not None:
-        found = _random_config(architecture, config)
-        if tokenizer in DEMO_VOCABULARIES:
-            fit_together(demo_tokenizer(tokenizer), found, resize="vocab_size" not in config)
+    if model.architecture is not None:
+        found = _random_config(model.architecture, config)
+        if model.tokenizer in DEMO_VOCABULARIES:
+            fit_together(demo_tokenizer(model.tokenizer), found, resize="vocab_size" not in config)
         return _from_config(found, name, image, tokens)
     if Path(name).expanduser().is_dir() or name.startswith((".", "/", "~")):
         return _from_config(_saved_config(name, config, folder=True), name, image, tokens)

@@ -63,18 +63,11 @@ _LEAST, _MOST = 1e-12, 1e18
 _AT_MOST = {
     "runtime.threads": 1024,
     **dict.fromkeys(
-        (
-            "clip.projections",
-            "clip.local_epochs",
-            "search.candidates",
-            "search.tries",
-            "task.augmentations",
-            "task.image_size",
-            "unit.rows",
-        ),
+        ("clip.projections", "clip.local_epochs", "search.candidates", "search.tries", "task.augmentations", "task.image_size",
+         "unit.rows"),
         10_000,
     ),
-}
+}  # fmt: skip
 
 
 def check(run: RunConfig, given: Mapping[str, str] = MappingProxyType({}), *, of_grid: bool = False) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from dpexp.config.usage import TAKE_A_WORD
 from dpexp.errors import UserError, did_you_mean
-from dpexp.schemas import CHOICES
+from dpexp.schemas import CHOICES, group_class
 
 
 def group_help(config_name: str, schema: type, groups: Sequence[str]) -> str:
@@ -27,7 +27,7 @@ def group_help(config_name: str, schema: type, groups: Sequence[str]) -> str:
     Raises:
         UserError: a word that names no group of this command.
     """
-    known = {field.name: made for field in dataclasses.fields(schema) if (made := _group(field))}
+    known = {field.name: made for field in dataclasses.fields(schema) if (made := group_class(field))}
     lines = [
         f"dpexp {config_name} GROUP.SETTING=VALUE, with the value that holds where no choice of a group and no preset gives",
         "another one (--cfg job shows what holds in your command)",
@@ -57,18 +57,12 @@ def settings(schema: type, prefix: str) -> Iterator[tuple[str, Any, list[str]]]:
     comments = _comments(schema)
     for field in dataclasses.fields(schema):
         key = f"{prefix}.{field.name}"
-        if inner := _group(field):
+        if inner := group_class(field):
             yield from settings(inner, key)
         else:
             made: Any = field.default_factory
             default = field.default if made is dataclasses.MISSING else made()
             yield key, default, comments[field.name]
-
-
-def _group(field: dataclasses.Field[Any]) -> type | None:
-    """Find the class of a field that is a group of settings."""
-    made: Any = field.default_factory
-    return made if isinstance(made, type) and dataclasses.is_dataclass(made) else None
 
 
 def _comments(schema: type) -> dict[str, list[str]]:

@@ -9,7 +9,6 @@ Without Java a suite leaves `meteor` out, gives `meteor_nltk`, and a note in the
 is refused. Every score starts its program anew, which takes a second or two, and METEOR's may use up to 2 GiB.
 """
 
-import math
 import re
 import shutil
 import subprocess
@@ -17,6 +16,7 @@ import threading
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from dpexp.errors import UserError
@@ -115,7 +115,7 @@ def nltk_meteor(predictions: Sequence[str], references: References) -> float:
         else 0.0
         for prediction, texts in zip(given, wanted, strict=True)
     ]
-    return math.fsum(scores) / len(scores)
+    return fmean(scores)
 
 
 def tokenize(texts: Sequence[str]) -> list[str]:

@@ -1,10 +1,10 @@
 """F1 of words and perplexity, as ConvAI2 measures replies (Li et al., Table 3)."""
 
-import math
 import re
 import string
 from collections import Counter
 from collections.abc import Sequence
+from statistics import fmean
 
 import numpy as np
 import numpy.typing as npt
@@ -29,11 +29,10 @@ def f1(prediction: str, reference: str) -> float:
 
 def corpus_f1(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> float:
     """The mean over N replies of F1 with the best of each one's references, between 0 and 1."""
-    best = [
+    return fmean(
         max(f1(prediction, reference) for reference in texts)
         for prediction, texts in zip(predictions, references)
-    ]
-    return math.fsum(best) / len(best)
+    )
 
 
 def perplexity(nll: npt.ArrayLike, tokens: npt.ArrayLike) -> float:

@@ -1,8 +1,8 @@
 """BERTScore and BLEURT: metrics that are models. Only models on this machine are used; nothing is downloaded."""
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -108,11 +108,10 @@ def bert_score(
         recall = float(similar.max(0).values[needed].mean())
         return 2 * precision * recall / (precision + recall) if precision + recall else 0.0
 
-    best = [
+    return fmean(
         max(alike(text, wanted) for wanted in group)
         for text, group in zip(predictions, references, strict=True)
-    ]
-    return math.fsum(best) / len(best)
+    )
 
 
 @torch.no_grad()
@@ -150,8 +149,7 @@ def bleurt(
         )
         ratings += model(**tokens.to(device)).logits.float().flatten().tolist()
     of = iter(ratings)
-    means = [math.fsum(next(of) for _ in group) / len(group) for group in references]
-    return math.fsum(means) / len(means)
+    return fmean(fmean(next(of) for _ in group) for group in references)
 
 
 def _batches(items: Sequence[Any], size: int) -> Iterator[list[Any]]:

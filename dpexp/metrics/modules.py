@@ -117,27 +117,27 @@ class TokenF1(LocalMetric):
     named, score = "f1", staticmethod(dialogue.corpus_f1)
 
 
-class BertScore(LocalMetric):
+class _Learned(LocalMetric):
+    """A metric that is a model."""
+
+    def measure(
+        self, predictions: Any, references: Any, model: Any = None, device: Any = "cpu", **_: Any
+    ) -> dict[str, float]:
+        return {self.named: self.score(predictions, references, _folder(self.named, model), device)}
+
+
+class BertScore(_Learned):
     about = "BERTScore's mean F1 with the best reference, by a model on this machine."
     inputs = INPUTS + "    model: folder of the encoder; device: where it runs.\n"
     source = "Zhang et al., ICLR 2020"
-
-    def measure(
-        self, predictions: Any, references: Any, model: Any = None, device: Any = "cpu", **_: Any
-    ) -> dict[str, float]:
-        folder = _folder("bertscore", model)
-        return {"bertscore": learned.bert_score(predictions, references, folder, device)}
+    named, score = "bertscore", staticmethod(learned.bert_score)
 
 
-class Bleurt(LocalMetric):
+class Bleurt(_Learned):
     about = "BLEURT's mean rating over texts and their references, by a model on this machine."
     inputs = INPUTS + "    model: folder of the classifier; device: where it runs.\n"
     source = "Sellam et al., ACL 2020"
-
-    def measure(
-        self, predictions: Any, references: Any, model: Any = None, device: Any = "cpu", **_: Any
-    ) -> dict[str, float]:
-        return {"bleurt": learned.bleurt(predictions, references, _folder("bleurt", model), device)}
+    named, score = "bleurt", staticmethod(learned.bleurt)
 
 
 class _ClassMetric(LocalMetric):

@@ -44,9 +44,7 @@ def bleu(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> flo
     return float(BLEU(lowercase=True).corpus_score(list(predictions), streams).score) / 100
 
 
-def nist(
-    predictions: Sequence[str], references: Sequence[Sequence[str]], max_order: int = MAX_ORDER
-) -> float:
+def nist(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> float:
     """NIST of a corpus, from 0 upwards (Doddington, 2002, Eq. 3).
 
     A matched n-gram counts by its information, `log2(count of its first n-1 words / its own count)`, over all
@@ -56,20 +54,19 @@ def nist(
     Args:
         predictions: N texts.
         references: N times one or more texts; their number may differ.
-        max_order: the longest n-grams.
     """
     outputs = [tokenize(text) for text in predictions]
     wanted = [[tokenize(text) for text in texts] for texts in references]
-    occurrences = Counter(gram for texts in wanted for words in texts for gram in ngrams(words, max_order))
+    occurrences = Counter(gram for texts in wanted for words in texts for gram in ngrams(words, MAX_ORDER))
     occurrences[()] = sum(len(words) for texts in wanted for words in texts)
 
-    gained, found = [0.0] * max_order, [0] * max_order
+    gained, found = [0.0] * MAX_ORDER, [0] * MAX_ORDER
     for words, texts in zip(outputs, wanted, strict=True):
         # A gram counts at most as often as in the reference that has it most often.
         allowed: Counter[NGram] = Counter()
         for reference in texts:
-            allowed |= Counter(ngrams(reference, max_order))
-        for gram, count in Counter(ngrams(words, max_order)).items():
+            allowed |= Counter(ngrams(reference, MAX_ORDER))
+        for gram, count in Counter(ngrams(words, MAX_ORDER)).items():
             found[len(gram) - 1] += count
             if gram in allowed:
                 information = math.log2(occurrences[gram[:-1]] / occurrences[gram])

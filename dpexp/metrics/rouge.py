@@ -2,8 +2,8 @@
 scripts, or the average of leave-one-out bests, as in GEM-metrics (and Lin 2004, section 2.1), with which Li et al. evaluate DART.
 """
 
-import math
 from collections.abc import Sequence
+from statistics import fmean
 
 NAMES = ("rouge1", "rouge2", "rougeL", "rougeLsum")
 """As rouge-score calls them."""
@@ -49,7 +49,7 @@ def rouge(
         scores = [scorer.score(text, prediction) for text in texts]
         for name in names:
             found[name].append(combine([score[name].fmeasure for score in scores]))
-    return {name: math.fsum(values) / len(values) for name, values in found.items()}
+    return {name: fmean(values) for name, values in found.items()}
 
 
 def _leave_one_out(values: list[float]) -> float:

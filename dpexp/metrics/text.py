@@ -112,12 +112,11 @@ def check(suite: str, models: Models = None) -> None:
     Raises:
         UserError: an unknown suite, a library or a named model that is missing.
     """
-    _suite(suite)
+    names = _names(suite)
     if unknown := set(models or ()) - set(learned.MODELS):
         raise UserError(
             f"no metric named {', '.join(sorted(unknown))} uses a model: {' and '.join(learned.MODELS)} do"
         )
-    names = [name for part in _suite(suite) for name in part.names]
     if unused := set(models or ()) - set(names):
         raise UserError(
             f"a model is named for {', '.join(sorted(unused))}, which is not among the metrics of the suite {suite}: "
@@ -136,7 +135,7 @@ def check(suite: str, models: Models = None) -> None:
 def missing(suite: str, models: Models = None) -> dict[str, str]:
     """The metrics of a suite that this machine can't compute, each with the reason and the way out, for the record."""
     reasons: dict[str, str] = {}
-    for name in (name for part in _suite(suite) for name in part.names):
+    for name in _names(suite):
         if name == "meteor" and captions.java() is None:
             reasons[name] = (
                 "METEOR 1.5 needs Java, which is not on this machine; meteor_nltk is another measure"
@@ -156,7 +155,7 @@ def missing(suite: str, models: Models = None) -> dict[str, str]:
 
 def notes(suite: str, models: Models = None) -> list[str]:
     """What a reader of a suite's numbers must know, for the record: what is missing, and what stands in for what."""
-    names = {name for part in _suite(suite) for name in part.names}
+    names = _names(suite)
     said = [f"{name} is left out: {why}" for name, why in missing(suite, models).items()]
     if captions.java() is None and "cider" in names:
         said.append(
@@ -173,6 +172,10 @@ def notes(suite: str, models: Models = None) -> list[str]:
         if name in names
     ]
     return said
+
+
+def _names(suite: str) -> list[str]:
+    return [name for part in _suite(suite) for name in part.names]
 
 
 def _suite(name: str) -> tuple[Part, ...]:

@@ -1,5 +1,7 @@
 """What the seeds of our runs say about a claim that a paper makes with curves; without pairs where there is nothing to go by.
-``claims.yaml`` names these functions."""
+
+``claims.yaml`` names these functions. Each takes the records of one task and scale, and compares configurations that agree in
+everything but what the claim is about."""
 
 from __future__ import annotations
 
@@ -34,11 +36,7 @@ def _described(record: Record) -> str:
 
 
 def adaptive_closes_the_gap(records: Sequence[Record]) -> Finding:
-    """He et al., Figure 3: after the last step, adaptive per-layer is not worse than flat, and fixed per-layer is.
-
-    Args:
-        records: of one task and scale; those of one network and length are compared.
-    """
+    """He et al., Figure 3: after the last step, adaptive per-layer is not worse than flat, and fixed per-layer is."""
     pairs = []
     for spent, own in sorted(grouped(records, budget).items()):
         tried = grouped(measured(own, "accuracy"), lambda filling: filling.record.summary["clip"])
@@ -57,20 +55,15 @@ def _grids(
     records: Sequence[Record], name: str, most: float = math.inf
 ) -> Iterator[tuple[Record, dict[float, Filling]]]:
     """Yield the accuracies of configurations that differ in one setting alone, by its values up to ``most``: three or more."""
-    for own in grouped(
-        measured(records, "accuracy"), lambda filling: filling.record.without({name})
-    ).values():
+    alike = grouped(measured(records, "accuracy"), lambda filling: filling.record.without({name}))
+    for own in alike.values():
         grid = {value: f for f in own if (value := float(f.record.facts[name])) <= most}
         if len(grid) >= 3:
             yield own[0].record, grid
 
 
 def quantiles_matter_on_text_alone(records: Sequence[Record]) -> Finding:
-    """He et al., Figure 5: accuracies at quantiles from 0.3 to 0.9 are close on images; on SST-2 0.9 beats the smallest one.
-
-    Args:
-        records: of one task and scale; a grid is of configurations that differ in nothing but the quantile.
-    """
+    """He et al., Figure 5: accuracies at quantiles from 0.3 to 0.9 are close on images; on SST-2 0.9 beats the smallest one."""
     pairs = []
     for record, grid in _grids(records, "clip.target_quantile"):
         text = record.facts["task"] == "sst2"
@@ -88,11 +81,7 @@ def quantiles_matter_on_text_alone(records: Sequence[Record]) -> Finding:
 
 
 def shares_for_quantiles_hardly_matter(records: Sequence[Record]) -> Finding:
-    """He et al., Figure 6: the accuracies at shares of the budget from 0.01% to 20% are close.
-
-    Args:
-        records: of one task and scale; a grid is of configurations that differ in nothing but the share.
-    """
+    """He et al., Figure 6: the accuracies at shares of the budget from 0.01% to 20% are close."""
     pairs = []
     for record, grid in _grids(records, "clip.quantile_budget", most=0.2):
         high, low = (end(grid, key=lambda share: grid[share].mean) for end in (max, min))
@@ -103,11 +92,7 @@ def shares_for_quantiles_hardly_matter(records: Sequence[Record]) -> Finding:
 
 
 def larger_models_are_better(records: Sequence[Record]) -> Finding:
-    """Li et al., Figure 6: at every ε the largest pretrained model beats the smallest, all else being equal.
-
-    Args:
-        records: of one task and scale.
-    """
+    """Li et al., Figure 6: at every ε the largest pretrained model beats the smallest, all else being equal."""
     settings: dict[str, dict[str, Choice]] = {}
     for name, own in grouped(measured(records, "accuracy"), lambda f: str(f.record.facts["model"])).items():
         for context, choice in best_of_each(own, _WHICH_MODEL).items() if name in SIZES else ():
@@ -123,26 +108,19 @@ def larger_models_are_better(records: Sequence[Record]) -> Finding:
 
 
 def quality_follows_signal(records: Sequence[Record]) -> Finding:
-    """Li et al., Figure 3 (right): of runs of equally many updates, those with more signal to noise at the start end better.
-
-    Args:
-        records: of one task and scale; a grid is of configurations that differ in the batch size alone.
-    """
+    """Li et al., Figure 3 (right): of runs of equally many updates, those with more signal to noise at the start end better."""
     name, signal = "optim.batch_size", "signal_to_noise"
     pairs = []
-    for own in grouped(measured(records, "accuracy"), lambda f: f.record.without({name})).values():
-        runs = [record for filling in own for record in filling.records if record.facts[signal]]
-        if len({record.facts[name] for record in runs}) < 3:
-            continue
+    for _, grid in _grids([record for record in records if record.facts[signal]], name):
+        runs = [record for filling in grid.values() for record in filling.records]
         doublings = [math.log2(record.facts[signal]) for record in runs]
         points = [100 * (record.metric("accuracy") or 0.0) for record in runs]
         found = stats.linregress(doublings, points)
-        half = float(stats.t.ppf(1 - LEVEL / 2, len(runs) - 2)) * found.stderr
-        p = float(stats.t.sf(found.slope / found.stderr, len(runs) - 2))
-        slope = float(found.slope)
-        result = Comparison(slope, slope - half, slope + half, p, 1 - p)
-        names = (f"accuracy at twice the ratio, r = {found.rvalue:.2f}", "at the ratio")
-        sides = (Side(names[0], len(runs)), Side(names[1], len(runs)))
+        t = stats.t(len(runs) - 2, found.slope, found.stderr)
+        low, high = t.interval(1 - LEVEL)
+        result = Comparison(found.slope, low, high, t.cdf(0), t.sf(0))
+        twice = f"accuracy at twice the ratio, r = {found.rvalue:.2f}"
+        sides = Side(twice, len(runs)), Side("at the ratio", len(runs))
         most = max(runs, key=lambda record: float(record.facts[name]))
         ratios = f"ratios of {2 ** min(doublings):.3f} to {2 ** max(doublings):.3f}"
         what = f"{_described(most)} and smaller batches, {ratios}"
@@ -151,13 +129,9 @@ def quality_follows_signal(records: Sequence[Record]) -> Finding:
 
 
 def extreme_splits_are_slower(records: Sequence[Record]) -> Finding:
-    """Monir et al., Figure 15: after equally many epochs, the more the budgets of the groups differ, the lower the accuracy.
-
-    Args:
-        records: of one task and scale; the budgets that differ least are compared with each of the others.
-    """
-    pairs = []
-    name = "individual.epsilons"
+    """Monir et al., Figure 15: after equally many epochs, the more the budgets of the groups differ, the lower the accuracy. The
+    budgets that differ least are compared with each of the others."""
+    pairs, name = [], "individual.epsilons"
     for how, own in grouped(measured(records, "accuracy"), lambda filling: method(filling.record)).items():
         splits = grouped(own, lambda filling: tuple(filling.record.facts[name]))
         even, *others = sorted(splits, key=lambda budgets: max(budgets) / min(budgets))

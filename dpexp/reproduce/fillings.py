@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from dpexp.metrics.text import PERCENT
 from dpexp.privacy.shown import upwards
-from dpexp.reproduce.documents import Key, grouped
+from dpexp.reproduce.documents import Key, grouped, number
 from dpexp.reproduce.records import Record, by_configuration
 from dpexp.reproduce.statistics import mean_std
 
@@ -121,13 +121,18 @@ def columns(filling: Filling, digits: int) -> dict[str, str]:
         "n": str(len(filling.values)),
         "dev error": "" if filling.dev_error is None else f"± {filling.dev_error:.2f}",
         "configuration": in_full(record),
-        "ε": "∞" if record.spent is None else upwards(record.spent, ".2f"),
-        "δ": "" if privacy.get("delta") is None else f"{privacy['delta']:.3g}",
+        "ε": spent(record, ".2f"),
+        "δ": number(privacy.get("delta"), ".3g"),
         "accountant": privacy.get("accountant") or "none",
         "sampling": str(privacy.get("sampling")),
         "hardware": record.summary["performance"].get("device", ""),
         "record": filling.paths,
     }
+
+
+def spent(record: Record, form: str) -> str:
+    """ε as text, rounded upwards; "∞" without a guarantee."""
+    return "∞" if record.spent is None else upwards(record.spent, form)
 
 
 def method(record: Record) -> str:

@@ -60,16 +60,21 @@ class Entry:
 
     def runs(self, records: Sequence[Record]) -> dict[tuple[float, int], Record]:
         """(learning rate, seed) -> its record."""
-        where, asked = {"privacy.epsilon": self.epsilon}, frozenset(self.words)
         return {
             (float(record.facts["optim.lr"]), int(record.facts["seed"])): record
-            for record in records
-            if settings_of(record.summary["command"], _FREE)[1] == asked and record.matches(where)
+            for record in by_command(records, self.command(self.rates[0], self.tuning, 1), _FREE)
+            if record.matches({"privacy.epsilon": self.epsilon})
         }
 
 
+def by_command(records: Sequence[Record], command: str, free: tuple[str, ...] = _COUNTED) -> Iterator[Record]:
+    """The records that came of a command, whatever it said of settings that are free."""
+    asked = _settings_of(command, free)
+    return (record for record in records if _settings_of(record.summary["command"], free) == asked)
+
+
 @cache
-def settings_of(command: str, free: tuple[str, ...] = _COUNTED) -> tuple[str, frozenset[str]]:
+def _settings_of(command: str, free: tuple[str, ...]) -> tuple[str, frozenset[str]]:
     """The program of a command, and its settings without those that are free, or that say where it ran."""
     _, _, program, *words = shlex.split(command)
     names = {word: word.partition("=")[0] for word in words if word != "-m"}

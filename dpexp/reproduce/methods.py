@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from dpexp.reproduce.documents import Document, Section, as_rows, number, page
 from dpexp.reproduce.fillings import Filling, budget
-from dpexp.reproduce.league import settings_of
+from dpexp.reproduce.league import by_command
 from dpexp.reproduce.paper import listed
 from dpexp.reproduce.records import Record
 
@@ -34,8 +34,7 @@ class Method:
 
     def runs(self, records: Sequence[Record]) -> dict[int, Record]:
         """Seed -> its record, sorted."""
-        asked = settings_of(self.command)
-        own = (record for record in records if settings_of(record.summary["command"]) == asked)
+        own = by_command(records, self.command)
         return dict(sorted((int(record.facts["seed"]), record) for record in own))
 
     def left(self, records: Sequence[Record]) -> str:

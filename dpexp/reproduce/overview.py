@@ -8,7 +8,6 @@ from dataclasses import replace
 from operator import attrgetter, itemgetter
 from typing import Any
 
-from dpexp.privacy.shown import upwards
 from dpexp.reproduce import tables
 from dpexp.reproduce.cells import TRAINING
 from dpexp.reproduce.documents import (
@@ -25,7 +24,7 @@ from dpexp.reproduce.documents import (
     page,
 )
 from dpexp.reproduce.drawing import draw, style
-from dpexp.reproduce.fillings import Filling, in_full, measured, method
+from dpexp.reproduce.fillings import Filling, in_full, measured, method, spent
 from dpexp.reproduce.paper import listed
 from dpexp.reproduce.records import Record
 from dpexp.reproduce.statistics import CANNOT_TELL
@@ -89,8 +88,8 @@ def leaders(records: Sequence[Record]) -> Rows:
 
     def order(filling: Filling) -> tuple[Any, ...]:
         record = filling.record
-        spent = float(_spent(record).replace("∞", "inf"))
-        return _title(record), record.facts["scale"], spent, -filling.merit, record.configuration
+        shown = float(spent(record, ".3g").replace("∞", "inf"))
+        return _title(record), record.facts["scale"], shown, -filling.merit, record.configuration
 
     lines = []
     for filling in sorted(fillings, key=order):
@@ -98,7 +97,7 @@ def leaders(records: Sequence[Record]) -> Rows:
         best, memory = plain.get(_comparable(filling)), summary["performance"].get("peak_memory_mib")
         lines.append({
             "task": _title(record), "scale": record.facts["scale"],
-            "ε spent": _spent(record), "method": method(record),
+            "ε spent": spent(record, ".3g"), "method": method(record),
             "model": in_full(record), "metric": filling.metric, "value": f"{filling.mean:.2f}", "± std": number(filling.std),
             "n": len(filling.records),
             "gap to non-private": "" if best is None or record.spent is None else f"{best - filling.mean:+.2f}",
@@ -106,10 +105,6 @@ def leaders(records: Sequence[Record]) -> Rows:
             "δ": number(summary["privacy"].get("delta"), ".1e"),
         })  # fmt: skip
     return as_rows(lines)
-
-
-def _spent(record: Record) -> str:
-    return "∞" if record.spent is None else upwards(record.spent, ".3g")
 
 
 def _title(record: Record) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 
 from dpexp.durable import flattened
 from dpexp.errors import UserError
+from dpexp.reproduce.paper import as_number
 from dpexp.schemas import RunConfig
 
 # Settings that cannot change a result, or that only say where it was computed and by whom.
@@ -51,8 +52,9 @@ class Record:
         what came out: "spent", ε under its accountant, "epochs", however its length was given, and "signal_to_noise" of its first
         updates; and its "label words"."""
         config = dict(flattened(self.summary.get("details", {}).get("config", {})))
-        if "privacy.delta" in config:
-            config["privacy.delta"] = _as_one_text(config["privacy.delta"])
+        if (delta := as_number(str(config.get("privacy.delta")))) is not None:
+            # 1e-5 and 1e-05 are one setting
+            config["privacy.delta"] = f"{delta:g}"
         words = [config[key] for key in sorted(config) if key.startswith("task.label_words.")]
         return (
             config
@@ -123,11 +125,7 @@ class Record:
 
 
 def load(folder: Path, *, audits: bool = False) -> list[Record]:
-    """The records of a folder, sorted by name.
-
-    Args:
-        folder: of JSON files.
-        audits: of `dpexp.audit`, and no others.
+    """The records of a folder, sorted by name; ``audits``: those of `dpexp.audit`, and no others.
 
     Raises:
         UserError: a file is no record, or a record that lacks something.
@@ -226,14 +224,6 @@ def by_configuration(records: Iterable[Record]) -> list[list[Record]]:
 @cache
 def _neutral() -> dict[str, Any]:
     return dict(flattened(asdict(RunConfig())))
-
-
-def _as_one_text(delta: Any) -> Any:
-    """1e-5 and 1e-05 are one setting."""
-    try:
-        return f"{float(delta):g}"
-    except (TypeError, ValueError):
-        return delta
 
 
 def agrees(fact: Any, wanted: Any) -> bool:

@@ -28,10 +28,10 @@ def mean_std(values: Sequence[float]) -> tuple[float, float | None]:
 def interval(values: Sequence[float]) -> tuple[float, float]:
     """The 95% confidence interval of a mean, Student's t; infinite for a single value."""
     mean, std = mean_std(values)
-    if std is None:
-        return -math.inf, math.inf
-    half = float(distributions.t.ppf(1 - LEVEL / 2, len(values) - 1)) * std / math.sqrt(len(values))
-    return mean - half, mean + half
+    if not std:
+        return (-math.inf, math.inf) if std is None else (mean, mean)
+    low, high = distributions.t(len(values) - 1, mean, std / math.sqrt(len(values))).interval(1 - LEVEL)
+    return low, high
 
 
 @dataclass(frozen=True)
@@ -98,19 +98,16 @@ def compare(
         # one value, or values that all agree: there is no spread to compare with
         return Comparison(difference)
     freedom = sum(parts) ** 2 / sum(p**2 / (len(own) - 1) for p, own in zip(parts, samples, strict=True))
-    half = float(distributions.t.ppf(1 - LEVEL / 2, freedom)) * error
-
-    def above(bound: float) -> float:
-        """p-value against d <= bound."""
-        return float(distributions.t.sf((difference - bound) / error, freedom))
-
+    # what lies below a bound is the p-value against d <= bound, what lies above it that against d >= bound
+    t = distributions.t(freedom, difference, error)
     if expect == "close":
-        p_for = max(above(-margin), 1 - above(margin))
-        p_against = min(1.0, 2 * min(1 - above(-margin), above(margin)))
+        p_for = max(t.cdf(-margin), t.sf(margin))
+        p_against = min(1.0, 2 * min(t.sf(-margin), t.cdf(margin)))
     else:
         bound = -margin if expect == "at_least" else 0.0
-        p_for, p_against = above(bound), 1 - above(bound)
-    return Comparison(difference, difference - half, difference + half, p_for, p_against)
+        p_for, p_against = t.cdf(bound), t.sf(bound)
+    low, high = t.interval(1 - LEVEL)
+    return Comparison(difference, low, high, p_for, p_against)
 
 
 def against(

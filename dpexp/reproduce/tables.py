@@ -42,12 +42,7 @@ def printed_cells(paper: str, table: str) -> list[Cell]:
 
 
 def build(paper: str, table: str, records: Sequence[Record]) -> Document:
-    """The document of one table.
-
-    Args:
-        paper, table: as in the transcription's name.
-        records: committed ones.
-    """
+    """The document of one table."""
     claim, printed = claims()[paper, table], printed_cells(paper, table)
     sections = [miniature.build(asked, records) for asked in claim.miniature]
     for scale, task in claim.blocks if printed else ():

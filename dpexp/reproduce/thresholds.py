@@ -75,8 +75,8 @@ def _rows(head: str, found: Grid) -> Rows:
     for (noise, threshold), filling in found.items():
         losses = [value for r in filling.records if (value := r.metric("loss")) is not None]
         named = {"head": head, "noise": noise, "threshold": _named(threshold)}
-        loss = f"{mean_std(losses)[0]:.3f}" if losses else ""
-        rows.append(named | columns(filling, 2) | {"loss": loss})
+        loss = mean_std(losses)[0] if losses else None
+        rows.append(named | columns(filling, 2) | {"loss": number(loss, ".3f")})
     return rows
 
 

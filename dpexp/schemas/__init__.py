@@ -8,7 +8,7 @@ a field with a default keeps every old signature, changing the default of a fiel
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import Field, dataclass, field, fields, is_dataclass
 from typing import Any
 
 from dpexp.schemas.choices import CHOICES
@@ -35,7 +35,7 @@ __all__ = [
     "CHOICES", "AccountantConfig", "AnalysisConfig", "ClipConfig", "DataConfig", "EngineConfig", "GenerationConfig",
     "IndividualConfig", "ModelConfig", "OptimConfig", "PeftConfig", "PrivacyConfig", "RunConfig", "RuntimeConfig",
     "ScaleConfig", "ScheduleConfig", "SearchConfig", "TaskConfig", "TrackerConfig", "UnitConfig",
-    "setting_names",
+    "group_class", "setting_names",
 ]  # fmt: skip
 
 
@@ -70,8 +70,13 @@ class RunConfig:
 def setting_names(schema: type, prefix: str = "") -> Iterator[str]:
     """Dotted names of the settings of a dataclass; a mapping counts as one, whatever it holds."""
     for each in fields(schema):
-        inner: Any = each.default_factory
-        if isinstance(inner, type) and is_dataclass(inner):
+        if inner := group_class(each):
             yield from setting_names(inner, f"{prefix}{each.name}.")
         else:
             yield prefix + each.name
+
+
+def group_class(setting: Field[Any]) -> type | None:
+    """Find the class of a field that is a group of settings; None of a setting."""
+    made: Any = setting.default_factory
+    return made if isinstance(made, type) and is_dataclass(made) else None
