@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 
-from dpexp.benchmark.workloads import workload_named
 from dpexp.clipping.groups import build_groups
 from dpexp.complexity.architectures import PUBLISHED, build, quiet
 from dpexp.models.trainable import set_trainable
+from dpexp.models.wide_resnet import WideResNet
 from dpexp.privacy.accountants import epsilon, prv_bounds
 from dpexp.privacy.events import releases
 from dpexp.privacy.plan import Plan, make_plan
@@ -37,7 +37,7 @@ def num_layers(model: str, trainable: str = "all") -> int:
     """K of per-layer clipping: modules that own a trainable parameter."""
     with torch.device("meta"), quiet():
         if model == "WRN16-4":
-            network = workload_named("wrn").parts("full").model()
+            network = WideResNet((3, 32, 32), 10)
         elif model.startswith("RoBERTa"):
             _, sizes = PUBLISHED[model.lower()]
             network = transformers.RobertaForSequenceClassification(transformers.RobertaConfig(**sizes))
