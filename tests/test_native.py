@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import hashlib
+import os
 import platform
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from dpexp.clipping.choice import Methods
 from dpexp.clipping.gradients import Conv, Geometry
 from dpexp.errors import UserError
 from dpexp.privacy.noise import KeyedGenerator, add_gaussian_
+from tests.conftest import KERNELS
 
 # Of the noise of `blocks_and_noise`: no build, and no later version, may draw another.
 NOISE = "24175b6001775a69"
@@ -79,11 +81,12 @@ def blocks_and_noise() -> list[torch.Tensor]:
 @needs_kernels
 @pytest.mark.parametrize("flags", [[], ["-mno-avx512f"], ["-mno-avx2"]], ids=" ".join)
 def test_noise_is_that_of_the_published_cipher_in_every_build(flags: list[str], tmp_path: Path):
-    """Whatever the processor has: registers of 16, 8 or 4 lanes. Who asks first builds."""
+    """Whatever the processor has: registers of 16, 8 or 4 lanes. Who asks first builds, and the machine keeps what was built."""
     if flags and platform.machine() != "x86_64":
         pytest.skip("the flags are those of another processor")
     if flags:  # another library of the same operators: in a process of its own
-        subprocess.run([sys.executable, "-c", DRAW, tmp_path / "drawn", *flags], check=True)
+        kept = os.environ | {"DPEXP_CACHE": str(KERNELS.parent / "tests")}
+        subprocess.run([sys.executable, "-c", DRAW, tmp_path / "drawn", *flags], env=kept, check=True)
         block, *drawn = torch.load(tmp_path / "drawn")
     else:
         block, *drawn = blocks_and_noise()

@@ -52,7 +52,7 @@ METHODS = {
 # trained, as He et al. train GPT-3
 _SMALL = {"n_layer": 4, "n_embd": 256, "n_head": 4, "vocab_size": 2048}
 _TINY = {
-    "n_layer": 4,
+    "n_layer": 2,
     "n_embd": 16,
     "n_head": 2,
     "vocab_size": 50,

@@ -28,6 +28,7 @@ from dpexp.models.networks import (
     load_config,
     pretrained_network,
     random_network,
+    read_once,
     set_dropout,
     untie_head,
 )
@@ -129,7 +130,7 @@ def build_model(
         described = f"{model.factory} (seed {seed})"
         return ModelBundle(network, None if image_shape else tokenizer, described, trainable)
     source = _locate(model, scale)
-    with _quiet(), _drawn_from(seed):
+    with _quiet(), _drawn_from(seed), read_once(source):
         config = load_config(model, source)
         if head == "image_classifier":
             # its place is taken by `ImageInputs`, which the task has

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import difflib
 import io
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext, redirect_stderr
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr
+from functools import cache
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -217,6 +219,21 @@ def described_head(network: nn.Module, head: str, seed: int) -> str:
         return ""
     kind = "MLM" if head == "masked_lm" else "LM"
     return f"; {kind} head new: {len(drawn)} tensors drawn with seed {seed}, {drawn[0]} for one"
+
+
+@contextmanager
+def read_once(source: Source | None) -> Iterator[None]:
+    """Inside, a GGUF file is read once, which takes seconds: transformers asks for it with config, tokenizer and weights."""
+    if source is None or not source.gguf:
+        yield
+        return
+    gguf: Any = import_module("gguf")
+    reader = gguf.GGUFReader
+    gguf.GGUFReader = cache(reader)
+    try:
+        yield
+    finally:
+        gguf.GGUFReader = reader
 
 
 def _no_bar_of_gguf(source: Source) -> AbstractContextManager[Any]:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -333,12 +330,6 @@ def test_a_layer_is_what_it_computes_not_what_it_is_called():
     patched = nn.Linear(3, 4)
     patched.forward = lambda x: torch.tanh(nn.functional.linear(x, 2 * patched.weight, patched.bias))
     check(patched, normal(5, 3))
-
-
-def test_formulas_load_without_optional_packages():
-    code = "import sys, dpexp.clipping.operations; print([m for m in ('transformers', 'timm') if m in sys.modules])"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert run.stdout.strip() == "[]"
 
 
 @pytest.mark.parametrize("shape", [(0, 6, 3), (4, 6, 0)])

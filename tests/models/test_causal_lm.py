@@ -105,9 +105,14 @@ def test_retrain_keeps_the_network_and_not_its_weights(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @needs_smollm2
-def test_smollm2_comes_out_of_its_package_as_float32(tmp_path: Path) -> None:
+def test_smollm2_comes_out_of_its_package_as_float32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import gguf
+
     model = ModelConfig(name="smollm2", id="smollm2", family="smollm2")
+    reader, read = gguf.GGUFReader, []
+    monkeypatch.setattr(gguf, "GGUFReader", lambda path: read.append(path) or reader(path))
     bundle = build(model, scale="demo")  # needs no network
+    assert len(read) == 1, "for config, tokenizer and weights"
     network, tokenizer = bundle.model, bundle.tokenizer
     assert {p.dtype for p in network.parameters()} == {torch.float32}
     assert sum(p.numel() for p in network.parameters()) == 134_515_008

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
 
+from dpexp.own_runs import page as page_module
 from dpexp.own_runs.page import MOST_WITHIN, WITHHELD, _plot, main, size_for
 from dpexp.own_runs.reading import read
 from dpexp.privacy.ledger import Ledger
@@ -40,6 +41,12 @@ def _run(folder: Path, *, key: bytes = b"k" * 32, charges: int = STEPS) -> Path:
     (folder / "metrics.jsonl").write_bytes(text.encode() + b'\xff\xfe garbled\n{"step": 6, "lo')
     (folder / "summary.json").write_text(json.dumps({"privacy": {"delta": DELTA}, "task": "mnist"}))
     return folder
+
+
+@pytest.fixture
+def words_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pictures take nearly all the time of a page; other tests draw them of runs of every kind."""
+    monkeypatch.setattr(page_module, "draw", lambda plot, **_: "")
 
 
 def test_epsilon_is_that_of_the_ledger(tmp_path: Path) -> None:
@@ -179,6 +186,7 @@ def test_by_shuffled_batches_no_accountant_gives_a_guarantee(tmp_path: Path) -> 
     assert 'src="epsilon.svg"' in page
 
 
+@pytest.mark.usefixtures("words_alone")
 def test_the_choice_among_trials_is_in_the_table_where_there_was_one(tmp_path: Path) -> None:
     folder = _run(tmp_path / "a")
     tuned = {"rdp": 5.4321, "gdp": None, "prv": None, "pld": None}
@@ -188,6 +196,7 @@ def test_the_choice_among_trials_is_in_the_table_where_there_was_one(tmp_path: P
     assert "<th>ε with tuning</th><td>5.4321 by rdp</td>" in (folder / "report" / "index.html").read_text()
 
 
+@pytest.mark.usefixtures("words_alone")
 def test_what_runs_cost_together_is_told_by_their_ledgers(tmp_path: Path) -> None:
     """Each with what it has charged, one that was killed too; no run pays twice, however often it is named."""
     longer, killed = _run(tmp_path / "a", charges=5), _run(tmp_path / "b", charges=3)
@@ -217,6 +226,7 @@ def test_what_runs_cost_together_is_told_by_their_ledgers(tmp_path: Path) -> Non
     )
 
 
+@pytest.mark.usefixtures("words_alone")
 @pytest.mark.parametrize(
     "settings",
     [
@@ -237,6 +247,7 @@ def test_what_runs_cost_together_is_not_told_where_the_ledgers_do_not_know(
     assert "failed ones included, is not told here" in (tmp_path / "page" / "index.html").read_text()
 
 
+@pytest.mark.usefixtures("words_alone")
 def test_a_run_whose_ledger_is_not_there_is_not_left_out_of_what_runs_cost_together(tmp_path: Path) -> None:
     """Its record may lie in a folder of its own: the others alone would cost too little. Nor is one that has not ended, and
     learns without privacy."""

@@ -21,7 +21,8 @@ from tests.tasks import image_data
 
 # Their values change how long a run takes and how well it ends, not whether it begins.
 VALUES = re.compile(
-    r"(privacy\.epsilon|optim\.(lr|batch_size)|clip\.(clip_norm|target_quantile|quantile_budget)|seed|peft\.rank)="
+    r"(privacy\.epsilon|optim\.(lr|batch_size|epochs|steps)|clip\.(clip_norm|target_quantile|quantile_budget)"
+    r"|individual\.epsilons|seed|peft\.rank)="
 )
 
 
