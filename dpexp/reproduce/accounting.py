@@ -35,6 +35,7 @@ plan_of = cache(make_plan)
 @cache
 def num_layers(model: str, trainable: str = "all") -> int:
     """K of per-layer clipping: modules that own a trainable parameter."""
+    network: torch.nn.Module
     with torch.device("meta"), quiet():
         if model == "WRN16-4":
             network = WideResNet((3, 32, 32), 10)
