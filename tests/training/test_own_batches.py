@@ -1150,6 +1150,42 @@ def test_a_collate_function_may_pad_tokens_and_mask_them(collate_fn, lengths):
     refuse_company(collate_fn, tokens(lengths=lengths))
 
 
+def times(rows):
+    """Of each token: 1 is the end of the longest text."""
+    batch = padded(rows)
+    return batch | {"time": torch.linspace(0, 1, batch["ids"].shape[1]).expand(batch["ids"].shape)}
+
+
+def scaled_by_the_longest(rows):
+    longest = max(len(row["ids"]) for row in rows)
+    return padded(rows, lambda ids: ids / longest)
+
+
+def cut_to_the_median(rows):
+    median = sorted(len(row["ids"]) for row in rows)[len(rows) // 2]
+    return padded([row | {"ids": row["ids"][:median]} for row in rows])
+
+
+@pytest.mark.parametrize("collate_fn", [times, scaled_by_the_longest, cut_to_the_median])
+def test_a_collate_function_that_goes_by_lengths_of_others_is_refused(collate_fn):
+    with pytest.raises(UserError, match="collate_fn mixes examples"):
+        refuse_company(collate_fn, tokens(lengths=(6, 7, 4, 9, 3)))
+
+
+@pytest.mark.parametrize("where", [0.0, 0.5, 1.0])
+def test_a_collate_function_may_pad_on_any_side(where):
+    def collate(rows):
+        longest = max(len(row["ids"]) for row in rows)
+        ids = torch.zeros(len(rows), longest, dtype=torch.long)
+        for row, line in zip(rows, ids, strict=True):
+            start = int(where * (longest - len(row["ids"])))
+            line[start : start + len(row["ids"])] = torch.tensor(row["ids"])
+        mask = ids > 0
+        return {"ids": ids, "pairs": mask[:, None] & mask[:, :, None], "place": mask.cumsum(1)}
+
+    refuse_company(collate, tokens(lengths=(6, 7, 4, 9, 3)))
+
+
 class ReadTogether(torch.utils.data.Dataset):
     """Makes several examples at once, each of itself alone or of all of them."""
 
