@@ -364,6 +364,29 @@ def test_rows_that_are_sorted_are_no_mixture(tmp_path):
     assert train(make(tmp_path), 20, losses=losses).finished
 
 
+@pytest.mark.parametrize("mixed", [False, True])
+def test_rows_that_are_sorted_by_whole_numbers_keep_their_targets(tmp_path, mixed):
+    """Many texts are equally long, and which of these comes first says nothing."""
+    torch.manual_seed(0)
+    words = torch.randint(1, 30, (60, 9)) * (torch.arange(9) < torch.randint(3, 10, (60, 1)))
+    rows = TensorDataset(words, torch.rand(60) + 0.5)
+
+    def losses(engine, batch):
+        words, target = batch
+        order = (words > 0).sum(1).argsort(descending=True)
+        words, target = words[order], target[order]
+        values = (engine.model(words)[:, 0] - target).square()
+        return values / values.detach().mean() if mixed else values
+
+    model = nn.Sequential(nn.EmbeddingBag(30, 4, padding_idx=0), nn.Linear(4, 1))
+    engine = make(tmp_path, model, dataset=rows)
+    if mixed:
+        with pytest.raises(UserError, match="mixes examples"):
+            train(engine, 5, losses=losses)
+    else:
+        assert train(engine, 5, losses=losses).finished
+
+
 class RunningMean:
     """Of earlier batches, in the losses or before the model."""
 
