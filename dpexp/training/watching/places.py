@@ -101,8 +101,8 @@ def in_turn(kept: Sequence[int], examples: int) -> list[int]:
 
 
 def neighbours(order: Sequence[int], side: int, wide: bool) -> list[int]:
-    """Who stands in the place of each example: itself, or the next one in an order, which stays as it is; every second is kept, or
-    two and two."""
+    """Who stands in the place of each example: itself, or the next one in an order, which stays; every second is kept, or two and
+    two."""
     kept = [i for i in range(len(order)) if ((i + 1) // 2 if wide else i) % 2 == side]
     nearest = [min(kept, key=lambda k: abs(k - i)) for i in range(len(order))]
     return [order[nearest[list(order).index(example)]] for example in range(len(order))]

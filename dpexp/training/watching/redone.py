@@ -109,8 +109,8 @@ class Redone:
         lines = enumerate(self.tape.lines)
         uses = (i for i, line in lines if not self.tape.memory.of(line.uses).isdisjoint(self.tape.returned))
         self._behind_model = next(uses, len(self.tape.lines))
-        # who stands in the place of whom, with each half. Where the loop sorts, its order stays: a row and its copy, of one length
-        # say, may come in either order, and have to be equal
+        # who stands in the place of whom, with each half, where the loop sorts: its order stays, and a row and its copy, of one
+        # length, say, may come in either order, and have to be equal
         self._chosen, self._scale = list[list[int]](), SCALE
         if self.examples > 1 and (sorted_by := self._order()) is not None:
             self._chosen = [neighbours(sorted_by, side, wide=not self._first) for side in (0, 1)]
