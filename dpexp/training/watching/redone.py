@@ -392,8 +392,9 @@ class Redone:
                 # rows that the model was given in another order come back in that order
                 there[n] = rows_changed(held, [rows[half] for rows in told], scale)
             elif (place := self._place_of(n)) is not None:
-                entered = half is not None and n in self.tape.returned
-                rows = in_turn(self._rows_left(half), self.examples) if entered else chosen
+                rows = chosen
+                if half is not None and n in self.tape.returned:
+                    rows = in_turn(self._rows_left(half), self.examples)
                 there[n] = place.replaced(held, rows, scale)
             elif self.tape.entries.get(n, kept[0]) not in kept:
                 there[n] = self._other_entry(held, scale)
