@@ -230,7 +230,10 @@ def refuse_company(
                     break
             else:
                 steady = not draws and all(map(Part.equals, *(parts.of(batch) for batch, _ in kept[0])))
-                if not steady or _lasts([make(here[:k]) for k in range(1, units + 1)], rows_per_unit):
+                more = [
+                    [make(some[:k]) for k in range(1, units + 1)] for some in (here, here[::-1]) if steady
+                ]
+                if all(_lasts(batches, rows_per_unit) for batches in more):
                     return
         except Exception:
             # what does not take these
