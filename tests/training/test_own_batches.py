@@ -364,6 +364,29 @@ def test_rows_that_are_sorted_are_no_mixture(tmp_path):
     assert train(make(tmp_path), 20, losses=losses).finished
 
 
+@pytest.mark.parametrize("mixed", [False, True])
+def test_rows_that_are_sorted_by_whole_numbers_keep_their_targets(tmp_path, mixed):
+    """Many texts are equally long, and which of these comes first says nothing."""
+    torch.manual_seed(0)
+    words = torch.randint(1, 30, (60, 9)) * (torch.arange(9) < torch.randint(3, 10, (60, 1)))
+    rows = TensorDataset(words, torch.rand(60) + 0.5)
+
+    def losses(engine, batch):
+        words, target = batch
+        order = (words > 0).sum(1).argsort(descending=True)
+        words, target = words[order], target[order]
+        values = (engine.model(words)[:, 0] - target).square()
+        return values / values.detach().mean() if mixed else values
+
+    model = nn.Sequential(nn.EmbeddingBag(30, 4, padding_idx=0), nn.Linear(4, 1))
+    engine = make(tmp_path, model, dataset=rows)
+    if mixed:
+        with pytest.raises(UserError, match="mixes examples"):
+            train(engine, 5, losses=losses)
+    else:
+        assert train(engine, 5, losses=losses).finished
+
+
 class RunningMean:
     """Of earlier batches, in the losses or before the model."""
 
@@ -1148,6 +1171,42 @@ def test_a_collate_function_that_mixes_tokens_or_counts_labels_is_refused(collat
 @pytest.mark.parametrize("collate_fn", [padded, masked, masked_by_word])
 def test_a_collate_function_may_pad_tokens_and_mask_them(collate_fn, lengths):
     refuse_company(collate_fn, tokens(lengths=lengths))
+
+
+def times(rows):
+    """Of each token: 1 is the end of the longest text."""
+    batch = padded(rows)
+    return batch | {"time": torch.linspace(0, 1, batch["ids"].shape[1]).expand(batch["ids"].shape)}
+
+
+def scaled_by_the_longest(rows):
+    longest = max(len(row["ids"]) for row in rows)
+    return padded(rows, lambda ids: ids / longest)
+
+
+def cut_to_the_median(rows):
+    median = sorted(len(row["ids"]) for row in rows)[len(rows) // 2]
+    return padded([row | {"ids": row["ids"][:median]} for row in rows])
+
+
+@pytest.mark.parametrize("collate_fn", [times, scaled_by_the_longest, cut_to_the_median])
+def test_a_collate_function_that_goes_by_lengths_of_others_is_refused(collate_fn):
+    with pytest.raises(UserError, match="collate_fn mixes examples"):
+        refuse_company(collate_fn, tokens(lengths=(6, 7, 4, 9, 3)))
+
+
+@pytest.mark.parametrize("where", [0.0, 0.5, 1.0])
+def test_a_collate_function_may_pad_on_any_side(where):
+    def collate(rows):
+        longest = max(len(row["ids"]) for row in rows)
+        ids = torch.zeros(len(rows), longest, dtype=torch.long)
+        for row, line in zip(rows, ids, strict=True):
+            start = int(where * (longest - len(row["ids"])))
+            line[start : start + len(row["ids"])] = torch.tensor(row["ids"])
+        mask = ids > 0
+        return {"ids": ids, "pairs": mask[:, None] & mask[:, :, None], "place": mask.cumsum(1)}
+
+    refuse_company(collate, tokens(lengths=(6, 7, 4, 9, 3)))
 
 
 class ReadTogether(torch.utils.data.Dataset):

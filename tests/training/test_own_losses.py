@@ -546,6 +546,8 @@ def test_a_number_that_is_drawn_for_a_batch_may_be_its_size_by_chance(tmp_path) 
 BY_THE_BATCH = {
     "a mean over padded rows": lambda tokens, real: tokens.mean(1),
     "padded rows, flattened": lambda tokens, real: tokens.unflatten(1, (-1, 1)).flatten(1).mean(-1),
+    "a mean over shifted rows": lambda tokens, real: tokens[:, 1:].mean(1),
+    "how long shifted rows are padded": lambda tokens, real: tokens[:, 1:].sum(1) / (real.shape[1] - 1),
     "how long rows are padded": lambda tokens, real: tokens.sum(1) / real.shape[1],
     "its tokens, counted": lambda tokens, real: tokens.sum(1) / int(real.sum()),
     "its tokens, as item": lambda tokens, real: tokens.sum(1) * (1 / real.sum().item()),

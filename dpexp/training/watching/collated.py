@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
@@ -42,6 +43,12 @@ class Part:
             # where texts begin that lie end to end: how long each is goes by itself
             pairs.append([t.diff(append=t[-1:])[:, None] for t in (a, b)])
         return [frozenset(_unlike(*pair).nonzero()[:, 0].tolist()) for pair in pairs]
+
+    def is_in(self, whole: Part, count: int, more: int) -> bool:
+        """Whether the rows of so many examples are among those of more examples, which may be padded further, on any side."""
+        a, b = self.tensor, whole.tensor
+        axes = [axis for axis in self.axes if axis in whole.axes and a.numel() and a.dim() == b.dim()]
+        return not axes or any(_is_in(a.movedim(axis, 0), b.movedim(axis, 0), count, more) for axis in axes)
 
     def shared(self, one: Part, other: Part) -> bool:
         """Whether some of it changes with one half of the examples and with the other half too, though no dimension is theirs."""
@@ -143,6 +150,21 @@ def _flat(item: Any) -> Tensor:
 def _begins(a: Tensor) -> bool:
     """Whether these may be the places where each of several texts begins."""
     return a.dim() == 1 and not a.is_floating_point() and int(a[0]) == 0 and bool((a.diff() >= 0).all())
+
+
+def _is_in(a: Tensor, b: Tensor, count: int, more: int) -> bool:
+    longer = [n - m for m, n in zip(a.shape[1:], b.shape[1:], strict=True)]
+    if min(longer, default=0) < 0:
+        return False
+    missing = set(range(count))
+    for starts in product(*({0, added // 2, (added + 1) // 2, added} for added in longer)):
+        part = b
+        for axis, start in enumerate(starts, 1):
+            part = part.narrow(axis, start, a.shape[axis])
+        missing &= set(_unlike(a.reshape(count, -1), part.reshape(more, -1)).nonzero()[:, 0].tolist())
+        if not missing:
+            return True
+    return False
 
 
 def _unlike(a: Tensor, b: Tensor) -> Tensor:

@@ -233,11 +233,29 @@ def refuse_company(
                 if parts.lose(before, now, rows_per_unit):
                     break
             else:
-                return
+                steady = not draws and all(map(Part.equals, *(parts.of(batch) for batch, _ in kept[0])))
+                more = [
+                    [make(some[:k]) for k in range(1, units + 1)] for some in (here, here[::-1]) if steady
+                ]
+                if all(_lasts(batches, rows_per_unit) for batches in more):
+                    return
         except Exception:
             # what does not take these
             return
     raise UserError(MIXES if read is None else READ_TOGETHER)
+
+
+def _lasts(batches: Sequence[Any], rows_per_unit: int) -> bool:
+    """Whether what is made of some units stays, up to padding, where others follow; ``batches``: of one unit, of two, …"""
+    parts = [
+        Parts(number * rows_per_unit, [fewer], rows_per_unit).of(batch)
+        for number, (fewer, batch) in enumerate(itertools.pairwise(batches), 2)
+    ]
+    return all(
+        one.is_in(other, number * rows_per_unit, len(batches) * rows_per_unit)
+        for number, some in enumerate(parts[:-1], 2)
+        for one, other in zip(some, parts[-1], strict=True)
+    )
 
 
 def _stand_in(alone: int, kinds: Sequence[Any], draws: bool) -> int | None:

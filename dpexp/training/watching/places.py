@@ -37,13 +37,13 @@ class Place:
         """Return ``[examples, …]``, what each example has."""
         return rows_apart(tensor, self.axis, examples, self.strided).reshape(examples, -1)
 
-    def replaced(self, tensor: Tensor, examples: int, kept: Sequence[int], scale: float) -> Tensor:
-        """Put the rows of the examples ``kept`` in the place of all others; ``scale``: factor of floating-point numbers there."""
-        others = islice(cycle(kept), examples)
-        chosen = torch.tensor([i if i in kept else next(others) for i in range(examples)])
+    def replaced(self, tensor: Tensor, chosen: Sequence[int], scale: float) -> Tensor:
+        """Put the rows of ``chosen`` examples in the places of all; ``scale``: factor of floating-point numbers where that are
+        another's."""
+        examples = len(chosen)
         own = replace(self, axis=0).rows(torch.arange(examples * self.times), examples)
         rows = torch.empty_like(own.flatten())
-        rows[own.flatten()] = own[chosen].flatten()
+        rows[own.flatten()] = own[list(chosen)].flatten()
         return rows_of(tensor, self.axis, rows, rows != torch.arange(len(rows)), scale)
 
 
@@ -92,6 +92,20 @@ class Places:
             # one behind the other, or all of one kind and then all of the next
             found += [Place(0, several), Place(0, several, strided=True)]
         return found
+
+
+def in_turn(kept: Sequence[int], examples: int) -> list[int]:
+    """Who stands in the place of each example: itself, or those that are kept, one after the other."""
+    others = islice(cycle(kept), examples)
+    return [i if i in kept else next(others) for i in range(examples)]
+
+
+def neighbours(order: Sequence[int], side: int, wide: bool) -> list[int]:
+    """Who stands in the place of each example: itself, or the next one in an order, which stays; every second is kept, or two and
+    two."""
+    kept = [i for i in range(len(order)) if ((i + 1) // 2 if wide else i) % 2 == side]
+    nearest = [min(kept, key=lambda k: abs(k - i)) for i in range(len(order))]
+    return [order[nearest[list(order).index(example)]] for example in range(len(order))]
 
 
 def rows_changed(tensor: Tensor, told: Sequence[Tensor], scale: float) -> Tensor:

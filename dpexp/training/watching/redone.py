@@ -18,13 +18,15 @@ from dpexp.clipping.independence.comparison import ROUNDING, bits_of
 from dpexp.clipping.survey.layouts import fixed_order
 from dpexp.errors import UntoldError, UserError, without_data
 from dpexp.training.watching.flows import REPEATED, refuse_others, refuse_repeated
+from dpexp.training.watching.lines import name_of
 from dpexp.training.watching.owned import WRITTEN
 from dpexp.training.watching.padded import FACTORS, in_padding, padded_further
-from dpexp.training.watching.places import Place, rows_changed
+from dpexp.training.watching.places import Place, in_turn, is_order, neighbours, rows_changed
 from dpexp.training.watching.trace import Trace
 
 # factors of floating-point numbers in rows that stand in the place of others: the first with which all is finite
 SCALES = 1e3, 3.0
+SORTING = {"sort", "argsort"}
 # bytes of what the model returns by which losses are differentiated
 SMALL = 1 << 24
 
@@ -107,6 +109,14 @@ class Redone:
         lines = enumerate(self.tape.lines)
         uses = (i for i, line in lines if not self.tape.memory.of(line.uses).isdisjoint(self.tape.returned))
         self._behind_model = next(uses, len(self.tape.lines))
+        # who stands in the place of whom, with each half, where the loop sorts: its order stays, and a row and its copy, of one
+        # length, say, may come in either order, and have to be equal
+        self._chosen = list[list[int]]()
+        self._scales: tuple[float, ...] = SCALES
+        if self.examples > 1 and (sorted_by := self._order()) is not None:
+            self._chosen = [neighbours(sorted_by, side, wide=not self._first) for side in (0, 1)]
+            self._halves = [[i for i, other in enumerate(chosen) if i == other] for chosen in self._chosen]
+            self._scales = ()
         # which rows of what enters change with each half, by number; and what has rows that no size tells
         self._rows: dict[int, list[Tensor]] = {}
         self._unplaced: set[int] = set()
@@ -366,13 +376,13 @@ class Redone:
         """
         if kept is None:
             return self.tape.again(number, self.tape.held | dict(instead or {}), by)
-        for scale in SCALES:
+        for scale in self._scales:
             try:
                 found = self.tape.again(number, self._with_others(kept, scale), by)
             except Exception:
                 # a target that must be between 0 and 1
                 continue
-            if scale == SCALES[-1] or bool(found[0].isfinite().all()):
+            if scale == self._scales[-1] or bool(found[0].isfinite().all()):
                 return found
         return self.tape.again(number, self._with_others(kept, 1.0), by)
 
@@ -380,17 +390,29 @@ class Redone:
         """What is held, with the examples ``kept`` in the place of the others; ``scale``: of floating-point numbers there."""
         there = dict(self.tape.held)
         half = self._halves.index(list(kept)) if list(kept) in self._halves else None
+        chosen = in_turn(kept, self.examples) if half is None or not self._chosen else self._chosen[half]
         for n, held in self.tape.held.items():
             told = [] if half is None else self._told_rows(n)
             if half is not None and told:
                 # rows that the model was given in another order come back in that order
                 there[n] = rows_changed(held, [rows[half] for rows in told], scale)
             elif (place := self._place_of(n)) is not None:
-                left = self._rows_left(half) if half is not None and n in self.tape.returned else kept
-                there[n] = place.replaced(held, self.examples, left, scale)
+                rows = chosen
+                if half is not None and n in self.tape.returned:
+                    rows = in_turn(self._rows_left(half), self.examples)
+                there[n] = place.replaced(held, rows, scale)
             elif self.tape.entries.get(n, kept[0]) not in kept:
                 there[n] = self._other_entry(held, scale)
         return there
+
+    def _order(self) -> list[int] | None:
+        """In which order the loop sorts its examples before they enter the model."""
+        for line in self.tape.lines[: self._behind_model]:
+            if name_of(line.func) in SORTING and line.made:
+                order = self.tape.again(line.made[-1], dict(self.tape.held))[0]
+                if len(order) == self.examples and is_order(order):
+                    return list(order.tolist())
+        return None
 
     def _other_entry(self, held: Tensor, scale: float) -> Tensor:
         """What stands in the place of an entry of a list: the same rows in reverse order, or labels that other entries have."""

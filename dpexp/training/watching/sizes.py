@@ -46,7 +46,13 @@ class Sizes:
     def add_shape(self, shape: torch.Size) -> None:
         """Note how long the rows of a tensor of the batch are."""
         number = len(self._whole)
-        self._whole |= {("shape", number, axis): size for axis, size in enumerate(shape) if axis}
+        # one less where a text is shifted against itself
+        self._whole |= {
+            ("shape", number, axis, less): size - less
+            for axis, size in enumerate(shape)
+            if axis
+            for less in (0, 1)
+        }
 
     def add_count(self, found: Any, own: int | None = None) -> None:
         """Note a number of Python that is made of values of the batch, or of its example ``own`` alone; anything else is none."""
