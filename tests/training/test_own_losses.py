@@ -718,12 +718,14 @@ def test_losses_of_a_loop_that_go_by_their_own_example_pass(tmp_path, caplog, ta
     assert "not looked at" not in caplog.text
 
 
-def test_a_loop_that_cannot_be_watched_says_so(tmp_path, caplog, monkeypatch) -> None:
+@pytest.mark.parametrize("short", [False, True])
+def test_a_loop_that_cannot_be_watched_says_so(tmp_path, caplog, monkeypatch, short) -> None:
     class Listed(TinyTask):
         def losses(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
             return super().losses(model, batch) * torch.func.vmap(lambda y: 1.0 + y)(batch["y"])
 
-    monkeypatch.setattr(watch, "PATIENCE", 2)
+    if not short:
+        monkeypatch.setattr(watch, "PATIENCE", 2)
     engine = own_loop(tmp_path, Listed(), tiny_model())
     assert engine.finished
     assert caplog.text.count("losses were not looked at") == 1

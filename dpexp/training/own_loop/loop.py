@@ -185,7 +185,8 @@ class OwnLoop:
             )
         # before the watch draws for itself
         self.steps.check_seeds()
-        self._watch.check(losses, self.steps.seeds.knows)
+        last = self.steps.taken + 1 >= self.planned
+        self._watch.check(losses, self.steps.seeds.knows, last)
         self._gradients.check()
         self._unmoved.check()
         self.optimizer.check()

@@ -188,12 +188,13 @@ class LossWatch:
         if self._trace is not None:
             self._trace.follow(taken)
 
-    def check(self, losses: Tensor, seeded: Callable[[Any], bool]) -> None:
+    def check(self, losses: Tensor, seeded: Callable[[Any], bool], last: bool = False) -> None:
         """Look at what was watched.
 
         Args:
             losses: of the batch.
             seeded: whether a random generator is seeded from the run's key.
+            last: whether no other step comes that could tell more.
 
         Raises:
             UserError: what an example loses, or what enters the model for it, depends on others.
@@ -236,7 +237,7 @@ class LossWatch:
         # what equals a number of the batch may be a constant: another batch tells
         sure = self._told >= TOLD and told and not (trace.sizes.scaled or trace.felt or beside.few)
         self._tried = PATIENCE if sure else tried + 1
-        if not told and (trace.lasting or (self._tried == PATIENCE and not self._told)):
+        if not told and (trace.lasting or ((last or self._tried == PATIENCE) and not self._told)):
             self._note(NOTE.format(why=trace.failure or "nothing in them goes by the rows of the batch"))
 
     def _note(self, note: str) -> None:
