@@ -1,5 +1,7 @@
 """A person's own losses: what one example loses may not depend on the others of its batch."""
 
+import math
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -503,6 +505,45 @@ def test_losses_are_not_divided_by_a_tensor_of_how_many_were_drawn(tmp_path, sca
         own_loop(tmp_path, Scaled(), tiny_model())
 
 
+BY_A_FUNCTION_OF_ITS_SIZE: dict[str, Callable[[Tensor, int], Tensor]] = {
+    "the expected size": lambda found, step: found * (20 / len(found)),
+    "a root": lambda found, step: found / math.sqrt(len(found)),
+    "a root of a tensor": lambda found, step: found / torch.tensor(float(len(found))).sqrt(),
+    "a logarithm, annealed": lambda found, step: 0.5 * found / math.log(1 + len(found)),
+}
+BY_THE_STEP: dict[str, Callable[[Tensor, int], Tensor]] = {
+    "annealed": lambda found, step: found * 0.9**step,
+    "a cycle": lambda found, step: found * (1 + step % 3),
+    "drawn": lambda found, step: found * random.Random(step).random(),
+    "a constant": lambda found, step: found * 20.0,
+    "a log beside it": lambda found, step: (found.detach() / math.sqrt(len(found)), found)[1],
+}
+
+
+@pytest.mark.parametrize("scale", BY_A_FUNCTION_OF_ITS_SIZE.values(), ids=BY_A_FUNCTION_OF_ITS_SIZE)
+def test_losses_are_not_scaled_by_what_follows_from_how_many_were_drawn(tmp_path, scale) -> None:
+    with pytest.raises(UserError, match="scales losses by a number that goes by their batch"):
+        scaled_loop(tmp_path, scale)
+
+
+@pytest.mark.parametrize("scale", BY_THE_STEP.values(), ids=BY_THE_STEP)
+def test_losses_may_be_scaled_by_what_follows_from_the_step(tmp_path, scale) -> None:
+    assert scaled_loop(tmp_path, scale).finished
+
+
+def scaled_loop(folder: Path, scale: Callable[[Tensor, int], Tensor]) -> PrivacyEngine:
+    """Of one physical batch for each step: what differs within a step is seen by it."""
+
+    class Scaled(TinyTask):
+        calls = 0
+
+        def losses(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+            self.calls += 1
+            return scale(super().losses(model, batch), self.calls)
+
+    return own_loop(folder, Scaled(), tiny_model(), steps=14, size=64)
+
+
 def test_losses_are_not_divided_by_what_a_collate_function_has_counted(tmp_path) -> None:
     class Tokens(Texts):
         def collate(self, examples: list[Any]) -> dict[str, Tensor]:
@@ -725,6 +766,7 @@ def test_a_loop_that_cannot_be_watched_says_so(tmp_path, caplog, monkeypatch, sh
             return super().losses(model, batch) * torch.func.vmap(lambda y: 1.0 + y)(batch["y"])
 
     if not short:
+        # in the second batch, and else in the last
         monkeypatch.setattr(watch, "PATIENCE", 2)
     engine = own_loop(tmp_path, Listed(), tiny_model())
     assert engine.finished
@@ -734,6 +776,18 @@ def test_a_loop_that_cannot_be_watched_says_so(tmp_path, caplog, monkeypatch, sh
     again = own_loop(tmp_path, Listed(), tiny_model())
     again.write_card(tmp_path / "model")
     assert "not proven: losses were not looked at" in (tmp_path / "model" / "PRIVACY.md").read_text()
+
+
+def test_what_a_hook_does_to_gradients_is_not_looked_into(tmp_path) -> None:
+    class Hooked(TinyTask):
+        def losses(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+            found = super().losses(model, batch)
+            total = found.detach().sum()
+            found.register_hook(lambda gradient: gradient / total)
+            return found
+
+    engine = own_loop(tmp_path, Hooked(), tiny_model())
+    assert any("a hook does to a gradient is not looked into" in note for note in engine.clipper.notes)
 
 
 def test_a_batch_that_tells_nothing_is_not_said_where_others_have_told(tmp_path, caplog) -> None:

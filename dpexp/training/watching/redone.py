@@ -134,10 +134,11 @@ class Redone:
         try:
             trace.failure = trace.failure or self._failure(losses)
             behind = self.tape.behind([*self._entered, self.tape.numbers.get(losses, 0)])
-            scaled = trace.sizes.scaled.items()
+            scaled, numbers = trace.sizes.scaled.items(), trace.sizes.numbers.items()
             trace.sizes.scaled = {
                 place: size for place, size in scaled if place[0] in behind and not self._is_chance(place)
             }
+            trace.sizes.numbers = {place: number for place, number in numbers if place[0] in behind}
             if losses in trace.known.rowed:
                 return True
             return not trace.failure and self._look(self.tape.numbers[losses], losses.detach())
@@ -147,6 +148,7 @@ class Redone:
             if any(line.repeats for line in self.tape.lines):
                 raise UserError(REPEATED) from error
             trace.failure = without_data(error)
+            trace.sizes.numbers = {}
             return False
 
     def _failure(self, losses: Tensor) -> str:

@@ -6,7 +6,8 @@ constant of the loop, a batch of another size tells the two apart.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from dpexp.training.watching.lines import Number
 
 # longer than numbers that somebody writes down: those that a loop has made of its batch are known by their digits
 DIGITS = 12
+# sizes of batches with which a number has to rise, or to fall: by chance it does so once in 2520 loops
+ENOUGH = 7
 
 
 class Sizes:
@@ -31,11 +34,13 @@ class Sizes:
         scaled: where a whole number that goes by the batch stood in arithmetic, or was averaged over: (line, function, which of
             them, how many times) -> its value.
         unlike: the same without how many times -> the whole numbers that stood there and were another one.
+        numbers: in arithmetic, that are no example's own: (line, function, which of its arguments) -> the number.
     """
 
     def __init__(self, examples: int, rows_per_example: int, earlier: Sequence[float]):
         self.scaled: dict[tuple[int, str, Hashable, int], int] = {}
         self.unlike: dict[tuple[int, str, Hashable], set[float]] = {}
+        self.numbers: dict[tuple[int, str, int], float] = {}
         self._examples, self.times = examples, {1, rows_per_example}
         self._whole: dict[Hashable, int] = {times: examples * times for times in sorted(self.times)}
         self.fractions: list[float] = []
@@ -103,3 +108,12 @@ class Sizes:
                 self.scaled[line, name, source, int(number.value) // size] = size
             elif number.value > 1 and float(number.value).is_integer():
                 self.unlike.setdefault((line, name, source), set()).add(number.value)
+
+
+def goes_by_size(seen: Mapping[int, float]) -> bool:
+    """Whether numbers, by the size of the batch that each stood beside, all rise or all fall with it, like ``256 / len(losses)``.
+
+    NaN, for a size that had several, does neither.
+    """
+    pairs = list(pairwise(seen[size] for size in sorted(seen)))
+    return bool(pairs) and (all(a < b for a, b in pairs) or all(a > b for a, b in pairs))

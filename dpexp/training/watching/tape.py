@@ -159,8 +159,10 @@ class Tape:
         own = self.owner_of(given)
         counted = self._sizes.made(numbers, own) or any(t in self._known.told for t in given)
         if name.strip("_") in BROADCASTING and any(t.is_floating_point() for t in given):
-            for n in numbers:
+            for which, n in enumerate(numbers):
                 self._sizes.note(len(self.lines), name, n, own)
+                if own is None and not n.by_row:
+                    self._sizes.numbers[len(self.lines), name, which] = n.value
         autocast = (kind, torch.get_autocast_dtype(kind)) if on else None
         repeats = self._repeats(name, *in_order(args, kwargs))
         bases = [tensor._base for tensor in written if tensor._base is not None]

@@ -8,6 +8,7 @@ counts in the batch, other examples as negatives without a gradient, a running m
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -21,6 +22,7 @@ from dpexp.training.watching.beside import Beside
 from dpexp.training.watching.lines import Marks
 from dpexp.training.watching.padded import Padding
 from dpexp.training.watching.redone import Mixture, told_by
+from dpexp.training.watching.sizes import ENOUGH, goes_by_size
 from dpexp.training.watching.trace import Trace
 
 log = logging.getLogger(__name__)
@@ -97,6 +99,8 @@ class LossWatch:
         self._scaled: dict[tuple[int, str, Hashable, int], int] = {}
         # see `Sizes.unlike`
         self._unlike: dict[tuple[int, str, Hashable], set[float]] = {}
+        # see `Sizes.numbers`: by the size of the batch, NaN where there were several
+        self._numbers: dict[tuple[int, str, int], dict[int, float]] = {}
         # see `Trace.felt`; as many classes as a batch has columns look like it
         self._felt: set[int] = set()
         self._trace: Trace | None = None
@@ -222,6 +226,7 @@ class LossWatch:
                 drawn = len(self._unlike.get(place[:3], ())) >= DRAWN
                 if (first := self._scaled.setdefault(place, size)) != size and not drawn:
                     raise UserError(SIZED.format(name=place[1], first=first, second=size))
+            self._refuse_sized(trace)
             self._felt |= trace.felt
             if len(self._felt) > 1:
                 raise UserError(PADDED.format(lengths=", then ".join(map(str, sorted(self._felt)))))
@@ -235,7 +240,10 @@ class LossWatch:
             return
         self._told += told
         # what equals a number of the batch may be a constant: another batch tells
-        sure = self._told >= TOLD and told and not (trace.sizes.scaled or trace.felt or beside.few)
+        doubted = (
+            trace.sizes.scaled or trace.felt or beside.few or any(map(goes_by_size, self._numbers.values()))
+        )
+        sure = self._told >= TOLD and told and not doubted
         self._tried = PATIENCE if sure else tried + 1
         if not told and (trace.lasting or ((last or self._tried == PATIENCE) and not self._told)):
             self._note(NOTE.format(why=trace.failure or "nothing in them goes by the rows of the batch"))
@@ -244,6 +252,16 @@ class LossWatch:
         if note not in self.notes:
             self.notes.append(note)
             log.warning(note)
+
+    def _refuse_sized(self, trace: Trace) -> None:
+        """Refuse a number that has risen, or fallen, with the size of its batch so far."""
+        for place, number in trace.sizes.numbers.items():
+            seen = self._numbers.setdefault(place, {})
+            if seen.setdefault(trace.examples, number) != number:
+                seen[trace.examples] = math.nan
+            if len(seen) >= ENOUGH and goes_by_size(seen):
+                first, second = (f"{seen[size]:.4g}" for size in (min(seen), max(seen)))
+                raise UserError(SIZED.format(name=place[1], first=first, second=second))
 
     def _refuse_unlike(self, beside: Beside) -> None:
         """Refuse what stands beside this batch, and not beside others of its step."""
