@@ -1189,10 +1189,17 @@ def cut_to_the_median(rows):
     return padded([row | {"ids": row["ids"][:median]} for row in rows])
 
 
-@pytest.mark.parametrize("collate_fn", [times, scaled_by_the_longest, cut_to_the_median])
-def test_a_collate_function_that_goes_by_lengths_of_others_is_refused(collate_fn):
+def cut_to_the_shortest(rows):
+    shortest = min(len(row["ids"]) for row in rows)
+    return padded([row | {"ids": row["ids"][:shortest]} for row in rows])
+
+
+# the shortest and the longest in the middle, or at both ends of a batch
+@pytest.mark.parametrize("lengths", [(6, 7, 4, 9, 3), (3, 9, 5, 6, 4, 7, 9, 3)])
+@pytest.mark.parametrize("collate_fn", [times, scaled_by_the_longest, cut_to_the_median, cut_to_the_shortest])
+def test_a_collate_function_that_goes_by_lengths_of_others_is_refused(collate_fn, lengths):
     with pytest.raises(UserError, match="collate_fn mixes examples"):
-        refuse_company(collate_fn, tokens(lengths=(6, 7, 4, 9, 3)))
+        refuse_company(collate_fn, tokens(count=8, lengths=lengths))
 
 
 @pytest.mark.parametrize("where", [0.0, 0.5, 1.0])

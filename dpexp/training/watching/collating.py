@@ -234,8 +234,10 @@ def refuse_company(
                     break
             else:
                 steady = not draws and all(map(Part.equals, *(parts.of(batch) for batch, _ in kept[0])))
+                # short ones first, and long ones first
+                short = sorted(here, key=lambda u: sum(1 if n is None else n for n in tree_leaves(kinds[u])))
                 more = [
-                    [make(some[:k]) for k in range(1, units + 1)] for some in (here, here[::-1]) if steady
+                    [make(some[:k]) for k in range(1, units + 1)] for some in (short, short[::-1]) if steady
                 ]
                 if all(_lasts(batches, rows_per_unit) for batches in more):
                     return
