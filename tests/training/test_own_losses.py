@@ -541,7 +541,7 @@ def scaled_loop(folder: Path, scale: Callable[[Tensor, int], Tensor]) -> Privacy
             self.calls += 1
             return scale(super().losses(model, batch), self.calls)
 
-    return own_loop(folder, Scaled(), tiny_model(), steps=14, size=64)
+    return own_loop(folder, Scaled(), tiny_model(), steps=16, size=64)
 
 
 def test_losses_are_not_divided_by_what_a_collate_function_has_counted(tmp_path) -> None:

@@ -16,8 +16,8 @@ from dpexp.training.watching.lines import Number
 
 # longer than numbers that somebody writes down: those that a loop has made of its batch are known by their digits
 DIGITS = 12
-# sizes of batches with which a number has to rise, or to fall: by chance it does so once in 2520 loops
-ENOUGH = 7
+# sizes of batches with which a number has to rise, or to fall: by chance it does so once in 181,440 loops
+ENOUGH = 9
 
 
 class Sizes:
