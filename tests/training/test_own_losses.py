@@ -778,18 +778,6 @@ def test_a_loop_that_cannot_be_watched_says_so(tmp_path, caplog, monkeypatch, sh
     assert "not proven: losses were not looked at" in (tmp_path / "model" / "PRIVACY.md").read_text()
 
 
-def test_what_a_hook_does_to_gradients_is_not_looked_into(tmp_path) -> None:
-    class Hooked(TinyTask):
-        def losses(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-            found = super().losses(model, batch)
-            total = found.detach().sum()
-            found.register_hook(lambda gradient: gradient / total)
-            return found
-
-    engine = own_loop(tmp_path, Hooked(), tiny_model())
-    assert any("a hook does to a gradient is not looked into" in note for note in engine.clipper.notes)
-
-
 def test_a_batch_that_tells_nothing_is_not_said_where_others_have_told(tmp_path, caplog) -> None:
     class Last(TinyTask):
         seen = 0

@@ -281,8 +281,6 @@ class Trace(TorchFunctionMode):
         self.used |= any(t in self._batch for t in call.values) and call.name not in READING_SHAPES
         if self._inside:
             return self._made_within(call)
-        if call.name == "register_hook" and given[0] in self.known.private:
-            self._stop("what a hook does to a gradient is not looked into (register_hook)", lasting=True)
         written = call.written
         for tensor in written:
             self._own.refuse_written_sum(tensor)
