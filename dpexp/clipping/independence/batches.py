@@ -124,7 +124,7 @@ class Batches:
             mixed.append([(i, False) if i in own else (next(others), True) for i in range(num)])
         whole = [(i, False) for i in range(num)]
         # where examples share tokens, each half may hold what another one sees of the whole: a maximum, say
-        lonely = order if num > 2 else []
+        lonely = order[: len(COPIES_SIZES)] if num > 2 else []
         pairs = order[::-1][:PAIRS] if num > 2 else []
         return [
             Variant(alone, whole[:cut], [(i, i) for i in front]),

@@ -185,6 +185,7 @@ def refuse_company(
     """Collate a few examples twice, by the same random numbers: as they are, and with others of the batch instead of some.
 
     So texts, tokens and labels are other ones too, and a data set is asked again that makes several examples at once.
+    Where nothing is drawn, they are also collated one more at a time: what is made of the first ones has to stay, up to padding.
 
     Args:
         collate_fn, examples, rows_per_unit: see `refuse_mixing`.
