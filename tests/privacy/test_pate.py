@@ -183,6 +183,19 @@ def test_the_release_the_noise_and_the_key_are_as_asked_for(tmp_path):
     assert any("by whole numbers alone" in note for note in summary["privacy"]["notes"])
 
 
+def test_a_record_says_where_its_epsilon_is_no_guarantee_or_next_to_none(tmp_path):
+    """By the central limit theorem neighbours have an epsilon of 1.0 where it is 2.5."""
+    asked = [
+        "scale=demo", "pate.method=knn", "pate.queries=4", "pate.student_epochs=1", "privacy.delta=0.1", "privacy.epsilon=30",
+        "accountant=gdp", "accountant.allow_clt=true", "runtime=cpu", f"data.cache={tmp_path}",
+    ]  # fmt: skip
+    notes = pate(compose(asked, "pate", PateConfig), tmp_path / "run", Console(quiet=True))["privacy"][
+        "notes"
+    ]
+    for words in ("it is not a guarantee", "not below 1/N", "bounds next to nothing"):
+        assert any(words in note for note in notes)
+
+
 @pytest.mark.parametrize("method", ["uniform", "knn"])
 def test_a_run_that_was_cut_off_behind_its_charge_gives_the_same_answers_and_pays_once(
     tmp_path, monkeypatch, method
