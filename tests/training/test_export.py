@@ -78,6 +78,8 @@ def test_by_shuffled_batches_neither_a_choice_nor_an_attack_is_bounded():
     assert "the guarantee has" not in card
     assert "membership test" not in card
     assert chosen["tpr_at_fpr_0.001"] is None
+    table = summary_table(summary(chosen, device="cpu"))
+    assert sum("no guarantee" in cell for cell in table.columns[1].cells) == len(chosen["epsilon"])
 
 
 def test_an_approximation_is_not_listed_among_the_bounds():
