@@ -307,7 +307,7 @@ def release(
         UserError: other votes are charged already, or more noise than its grid is fine enough for; nothing is charged then.
     """
     noisy = torch.from_numpy(sums).clone()
-    check_multiplier(plan.sigma / (max(plan.moves) * VOTE_MOVE), noisy.numel())
+    check_multiplier(plan.sigma / (min(plan.moves) * VOTE_MOVE), noisy.numel())
     found = fingerprint(key, facts | {"sigma": plan.sigma}, [noisy])
     if (charged := ledger.fingerprints(0)) and found not in charged:
         raise UserError(

@@ -116,6 +116,9 @@ def test_answers_are_charged_before_their_noise_and_groups_each_with_their_own(t
     counts[np.arange(6), [0, 1, 2, 0, 1, 2]] = 1e9
     assert release(counts, plan, ledger, KEY, {}, groups).argmax(1).tolist() == [0, 1, 2, 0, 1, 2]
     assert [found["rdp"] for found in ledger.epsilons_by_budget(1e-5)] == pytest.approx(plan.spent())
+    # rounding is the same for all, also where an example moves the votes by next to nothing
+    with pytest.raises(UserError, match="their rounding would cost more than is accounted for"):
+        release(counts, replace(plan, moves=(1e-9, plan.moves[1])), ledger, KEY, {}, groups)
     # the same votes again are the same release; others would be charged anew, beyond the budget
     release(counts, plan, ledger, KEY, {}, groups)
     with pytest.raises(UserError, match="is charged for other votes"):
