@@ -4,6 +4,7 @@ import hashlib
 import hmac
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from itertools import chain
 from pathlib import Path
@@ -23,6 +24,7 @@ from dpexp.errors import UserError, did_you_mean
 from dpexp.models import build_tokenizer
 from dpexp.models.images import FAMILIES
 from dpexp.privacy.accountants import ACCOUNTANTS
+from dpexp.privacy.caveats import CLT, next_to_nothing
 from dpexp.privacy.events import encode
 from dpexp.privacy.fingerprint import fingerprint
 from dpexp.privacy.individual import draw_groups, read_groups
@@ -198,6 +200,16 @@ def pate(run: PateConfig, folder: Path, console: Console) -> dict[str, Any]:
         f"{', '.join(f'{move:.4g}' for move in plan.moves)}",
         markup=False,
     )
+    weak = next_to_nothing(plan.delta, task.num_examples, max(budgets))
+    # without sampling it is no approximation
+    weak += [CLT] if plan.accountant == "gdp" and plan.rate < 1 else []
+    if run.task.held_out:
+        weak.append(
+            f"the last {run.task.held_out} rows of the training file are the dev set (task.held_out): questions are made of "
+            "them, and nothing protects them"
+        )
+    for sentence in weak:
+        console.print(f"note: {sentence}", markup=False)
 
     # Private: answers. Nothing of them is kept before the charge is on the disk.
     keys = open_keys(folder, run.privacy.noise_seed, f"{_signature(run)} {run.seed}")
@@ -239,7 +251,7 @@ def pate(run: PateConfig, folder: Path, console: Console) -> dict[str, Any]:
             "source": task.data.source, "name": task.data.name, "rows": task.data.rows,
             "sha256": record.private_hashes_withheld(task) if strict else task.data.sha256,
         },
-        "privacy": privacy_block(plan, ledger, run, questions.note),
+        "privacy": privacy_block(plan, ledger, run, [questions.note, *weak]),
         "metrics": metrics,
         "performance": {"device": provenance.device_name(device)},
         "seed": run.seed, "versions": provenance.versions(), "git": provenance.git_state(), "command": provenance.command_line(),
@@ -295,7 +307,7 @@ def release(
         UserError: other votes are charged already, or more noise than its grid is fine enough for; nothing is charged then.
     """
     noisy = torch.from_numpy(sums).clone()
-    check_multiplier(plan.sigma / (max(plan.moves) * VOTE_MOVE), noisy.numel())
+    check_multiplier(plan.sigma / (min(plan.moves) * VOTE_MOVE), noisy.numel())
     found = fingerprint(key, facts | {"sigma": plan.sigma}, [noisy])
     if (charged := ledger.fingerprints(0)) and found not in charged:
         raise UserError(
@@ -310,8 +322,8 @@ def release(
     return noisy.numpy()
 
 
-def privacy_block(plan: VotePlan, ledger: Ledger, run: PateConfig, note: str) -> dict[str, Any]:
-    """What the record says of privacy; ε is that of the ledger, of the least protected group."""
+def privacy_block(plan: VotePlan, ledger: Ledger, run: PateConfig, notes: Sequence[str]) -> dict[str, Any]:
+    """What the record says of privacy, with what a reader must know; ε is that of the ledger, of the least protected group."""
     by_group = ledger.epsilons_by_budget(plan.delta)
     block: dict[str, Any] = {
         "epsilon": ledger.epsilons(plan.delta), "delta": plan.delta, "accountant": plan.accountant,
@@ -321,7 +333,7 @@ def privacy_block(plan: VotePlan, ledger: Ledger, run: PateConfig, note: str) ->
         "events": [encode(event) for event in ledger.events()],
         "notes": [
             "the unit of privacy is one example",
-            note,
+            *notes,
             "answers are charged independently of the votes: no data-dependent bound is used",
             describe(run.privacy.secure),
         ],

@@ -23,6 +23,25 @@ DRAWS = 0.01
 MEANINGLESS = 20.0
 # a δ above which the failure that it allows is not rare
 LARGE_DELTA = 1e-3
+CLT = "Epsilon is a central limit approximation (gdp), which may under-estimate: it is not a guarantee."
+
+
+def next_to_nothing(delta: float, num_examples: int, target_epsilon: float | None) -> list[str]:
+    """Say what a δ, or an ε that was asked for, leaves without protection; each a sentence."""
+    found: list[str] = []
+    if delta >= 1 / num_examples:
+        found.append(f"delta = {delta:g} is not below 1/N: publishing a random example would satisfy it.")
+    elif delta > LARGE_DELTA:
+        found.append(
+            f"delta = {delta:.2g} is large: the guarantee allows that an example is told whole, with this probability. "
+            "Rules of N, such as the default, give so much where N is small; a number, such as delta=1e-5, takes a larger "
+            "epsilon or more noise."
+        )
+    if (target_epsilon or 0.0) > MEANINGLESS:
+        found.append(
+            f"epsilon = {target_epsilon:g} bounds next to nothing: an attacker may be sure about nearly everybody."
+        )
+    return found
 
 
 def pointless(plan: Plan) -> list[str]:
@@ -30,20 +49,7 @@ def pointless(plan: Plan) -> list[str]:
     found: list[str] = []
     if plan.noise_multiplier == 0:
         found.append("noise_multiplier = 0 adds no noise: epsilon is infinite, and nobody is protected.")
-    if plan.delta >= 1 / plan.num_examples:
-        found.append(
-            f"delta = {plan.delta:g} is not below 1/N: publishing a random example would satisfy it."
-        )
-    elif plan.delta > LARGE_DELTA:
-        found.append(
-            f"delta = {plan.delta:.2g} is large: the guarantee allows that an example is told whole, with this probability. "
-            "Rules of N, such as the default, give so much where N is small; a number, such as delta=1e-5, takes a larger "
-            "epsilon or more noise."
-        )
-    if (plan.target_epsilon or 0.0) > MEANINGLESS:
-        found.append(
-            f"epsilon = {plan.target_epsilon:g} bounds next to nothing: an attacker may be sure about nearly everybody."
-        )
+    found += next_to_nothing(plan.delta, plan.num_examples, plan.target_epsilon)
     if 0 < _signal(plan) < 1:
         found.append(
             f"With a noise multiplier of {plan.noise_multiplier:.3g} nothing can be learnt: all steps together move the weights "
@@ -129,9 +135,7 @@ def caveats(plan: Plan) -> list[str]:
             "Batches were drawn by shuffling, but epsilon assumes Poisson sampling: it is not a guarantee."
         )
     if plan.accountant == "gdp":
-        found.append(
-            "Epsilon is a central limit approximation (gdp), which may under-estimate: it is not a guarantee."
-        )
+        found.append(CLT)
     found += pointless(plan)
     if plan.schedule.adaptive:
         found.append(

@@ -237,7 +237,7 @@ def _cut_short(privacy: dict[str, Any]) -> list[str]:
 def _chosen(privacy: dict[str, Any]) -> list[str]:
     """What holds where the model was chosen among trials, in front of the table: the first ε is the one that is quoted."""
     name, spent = statement.with_choice(privacy) or ("gdp", 0.0)
-    if name == "gdp":
+    if name == "gdp" or privacy["sampling"] == "shuffle":
         return []
     return [
         "",

@@ -163,7 +163,8 @@ def summary_table(summary: dict[str, Any]) -> Table:
             value = privacy["epsilon"][name]
             decides = "  (decides)" if name == privacy["accountant"] else ""
             clt = "  (approximation)" if name == "gdp" else ""
-            table.add_row(f"ε {name}", upwards(value) + decides + clt)
+            shuffled = "  (no guarantee: batches were shuffled)" if privacy["sampling"] == "shuffle" else ""
+            table.add_row(f"ε {name}", upwards(value) + decides + clt + shuffled)
         for number, group in enumerate(privacy.get("individual", {}).get("groups", ()), start=1):
             spent = group["epsilon"][privacy["accountant"]]
             table.add_row(

@@ -74,8 +74,9 @@ class Release:
             UserError: more noise than its grid is fine enough for, or hardly any.
         """
         bands = self.plan.bands
-        # what correlated noise takes back is rounded to the grid too
-        check_multiplier(self.plan.sigma_new(step) * bands**0.5, sum(self.sizes) + len(self.sizes))
+        # what correlated noise takes back is rounded to the grid too; and rounding does not shrink with an example's thresholds
+        least = 1.0 if self.plan.budgets is None else min(self.plan.budgets.scales)
+        check_multiplier(self.plan.sigma_new(step) * bands**0.5 / least, sum(self.sizes) + len(self.sizes))
         sigma = self.plan.sigma_new(step) * column_norm(bands, self.plan.steps)
         stds = noise_stds(self.policy.values, self.sizes, sigma, self.allocation) * self.clipper.reach
         counts: float | list[float] | None = None

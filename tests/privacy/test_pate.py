@@ -116,6 +116,9 @@ def test_answers_are_charged_before_their_noise_and_groups_each_with_their_own(t
     counts[np.arange(6), [0, 1, 2, 0, 1, 2]] = 1e9
     assert release(counts, plan, ledger, KEY, {}, groups).argmax(1).tolist() == [0, 1, 2, 0, 1, 2]
     assert [found["rdp"] for found in ledger.epsilons_by_budget(1e-5)] == pytest.approx(plan.spent())
+    # rounding is the same for all, also where an example moves the votes by next to nothing
+    with pytest.raises(UserError, match="their rounding would cost more than is accounted for"):
+        release(counts, replace(plan, moves=(1e-9, plan.moves[1])), ledger, KEY, {}, groups)
     # the same votes again are the same release; others would be charged anew, beyond the budget
     release(counts, plan, ledger, KEY, {}, groups)
     with pytest.raises(UserError, match="is charged for other votes"):
@@ -181,6 +184,19 @@ def test_the_release_the_noise_and_the_key_are_as_asked_for(tmp_path):
     assert summary["wall_s"] is None
     assert json.loads((tmp_path / "run" / "ledger.jsonl").read_text())["time"] is None
     assert any("by whole numbers alone" in note for note in summary["privacy"]["notes"])
+
+
+def test_a_record_says_where_its_epsilon_is_no_guarantee_or_next_to_none(tmp_path):
+    """By the central limit theorem neighbours have an epsilon of 1.0 where it is 2.5."""
+    asked = [
+        "scale=demo", "pate.method=knn", "pate.queries=4", "pate.student_epochs=1", "privacy.delta=0.1", "privacy.epsilon=30",
+        "accountant=gdp", "accountant.allow_clt=true", "runtime=cpu", f"data.cache={tmp_path}",
+    ]  # fmt: skip
+    notes = pate(compose(asked, "pate", PateConfig), tmp_path / "run", Console(quiet=True))["privacy"][
+        "notes"
+    ]
+    for words in ("it is not a guarantee", "not below 1/N", "bounds next to nothing"):
+        assert any(words in note for note in notes)
 
 
 @pytest.mark.parametrize("method", ["uniform", "knn"])

@@ -69,6 +69,19 @@ def test_what_is_no_guarantee_is_not_called_one_at_the_top(settings):
     assert "-differential privacy, by" not in card
 
 
+def test_by_shuffled_batches_neither_a_choice_nor_an_attack_is_bounded():
+    """The epsilon of the choice, and the best attack, are those of Poisson batches too."""
+    made = plan(sampling="shuffle")
+    released = [made.event()]
+    chosen = statement.privacy_block(RunConfig(trials=3), made, made.epsilons(), 3, 5, events=released)
+    card = privacy_card(summary(chosen))
+    assert "the guarantee has" not in card
+    assert "membership test" not in card
+    assert chosen["tpr_at_fpr_0.001"] is None
+    table = summary_table(summary(chosen, device="cpu"))
+    assert sum("no guarantee" in cell for cell in table.columns[1].cells) == len(chosen["epsilon"])
+
+
 def test_an_approximation_is_not_listed_among_the_bounds():
     card = privacy_card(summary(block()))
     assert "| ε by PLD |" in card

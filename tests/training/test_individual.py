@@ -1,5 +1,7 @@
 """Individual budgets in a run: whose thresholds are scaled, who is drawn how often, and what the record says."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -37,6 +39,16 @@ def test_an_example_moves_the_sum_by_its_own_bound(tmp_path, groups):
         norm = torch.cat([g.flatten() for g in stepper.gradients]).double().norm()
         assert float(norm) == pytest.approx(float(members[example]) * 0.01, rel=1e-4)
     assert sorted(set(members.tolist())) == sorted(plan.budgets.scales)
+
+
+def test_the_rounding_of_the_sums_is_held_against_the_group_that_is_hidden_best(tmp_path):
+    """It is the same for all, and the noise that pays for it is 10^8 thresholds of that group."""
+    trainer = make_trainer(tmp_path, individual_run("scaling", adaptive=False))
+    release, budgets = trainer.stepper.release, trainer.plan.budgets
+    scales = (1e-8, *budgets.scales[1:])
+    release.plan = replace(trainer.plan, budgets=replace(budgets, scales=scales))
+    with pytest.raises(UserError, match="their rounding would cost more than is accounted for"):
+        release.noise(0)
 
 
 def test_sampling_leaves_the_thresholds_alone(tmp_path):
