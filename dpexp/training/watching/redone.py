@@ -7,7 +7,8 @@ alone, a loss or a row that enters the model, is what it was in one of the two, 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import chain, product
 from typing import Any
 
@@ -29,6 +30,8 @@ SCALES = 1e3, 3.0
 SORTING = {"sort", "argsort"}
 # bytes of what the model returns by which losses are differentiated
 SMALL = 1 << 24
+# lines that are done again for numbers that are made of the whole batch
+WORK = 1 << 11
 
 MIXED = (
     "the loop mixes examples: the loss of one changes when the others of its batch are replaced{where}, whether a gradient shows "
@@ -190,6 +193,7 @@ class Redone:
                 if int(lost.sum()) > (self.examples - len(kept)) * (len(lost) // self.examples):
                     raise self._mixture(REPEATED, number)
             self._refuse_shared(number, whole[0])
+        self._refuse_single(number, whole[0], lambda losses: losses.view(self.examples, -1), MIXED)
         if self._first:
             self._feel_padding(number, whole[0])
         return bool((changed[0][0] | changed[1][0]).any())
@@ -235,6 +239,28 @@ class Redone:
                     continue
                 if int(self._unlike(whole, lost).view(self.examples, -1).any(1).sum()) > 1:
                     raise self._mixture(MIXED.format(where=self.tape.table), number)
+
+    def _refuse_single(
+        self, number: int, whole: Tensor, rows_of: Callable[[Tensor], Tensor], what: str
+    ) -> None:
+        """Refuse one number of the whole batch that several examples go by, if it were another: a count, a maximum with a floor.
+
+        Rows that stand in the place of others may leave it as it is.
+        """
+        needed = set[int]()
+        self.tape.behind([number], needed)
+        found = sorted(needed & self.tape.single) if self._first else []
+        for n in found[-max(1, WORK // len(self.tape.lines)) :]:
+            for sign in (0, 1, -1):
+                try:
+                    moved = {n: partial(_moved, sign=sign)}
+                    other = self.tape.again(number, dict(self.tape.held), moved=moved)[0]
+                    changed = self._unlike(rows_of(whole), rows_of(other))
+                except Exception:
+                    # so many rows are not there
+                    continue
+                if int(changed.sum()) > 1:
+                    raise self._mixture(what.format(where=self.tape.table), number)
 
     def _feel_padding(self, number: int, whole: Tensor) -> None:
         """Note for which lengths the losses are others where the model returns something else for padding."""
@@ -302,6 +328,7 @@ class Redone:
             raise self._mixture(ENTERED, *self._entered)
         self._changed = both[apart[0]] if apart else self._changed
         place, here = found[apart[0] if apart else 0]
+        self._refuse_single(number, whole, lambda t: place.rows(t, self.examples), ENTERED)
         if place.axis == 0:
             self._note_rows(number, whole, others)
         if place not in fits:
@@ -434,3 +461,15 @@ class Redone:
         size = a.abs().nan_to_num(posinf=0.0)
         allowed = ROUNDING[bits_of(self.tape.held.values())][1] * torch.maximum(size, 1e-3 * size.amax(0))
         return ~((a - b).abs().le(allowed) | (a == b) | (a.isnan() & b.isnan())).all(1).cpu()
+
+
+def _moved(number: Tensor, sign: int) -> Tensor:
+    """A number as it might have been: another one, or, with a sign, beyond all bounds, and its square finite."""
+    if number.dtype == torch.bool:
+        return ~number
+    if number.is_floating_point() and not number:
+        # what goes through all weights may be multiplied by zero before it is added up
+        return number
+    if not sign or not number.is_floating_point():
+        return 3 * number + 1
+    return torch.full_like(number, sign * torch.finfo(number.dtype).max ** 0.5)

@@ -31,6 +31,7 @@ from dpexp.training.watching.lines import (
     PLAIN,
     READING_SHAPES,
     SETTING,
+    WHOLE,
     Call,
     Marks,
     Number,
@@ -47,7 +48,6 @@ from dpexp.training.watching.tape import Known, Tape
 
 # as many numbers as somebody counts; shards of a model have more
 HANDFUL = 16
-WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 SCALERS = torch.amp.GradScaler.scale.__code__.co_filename
 Made = TypeVar("Made")
 
