@@ -421,6 +421,59 @@ def test_rows_that_are_sorted_are_no_mixture(tmp_path):
     assert train(make(tmp_path), 20, losses=losses).finished
 
 
+@pytest.mark.parametrize("size", [5, 6, 7])
+def test_rows_that_are_sorted_more_than_once_are_no_mixture(tmp_path, size):
+    """By what is seldom unlike: with other rows beside, the order of equal ones would be another one."""
+
+    def losses(engine, batch):
+        x, y = batch
+        for column in (0, 1):
+            order = (x[:, column] > 0).long().argsort(descending=True)
+            x, y = x[order], y[order]
+        return cross_entropy(engine.model(x), y, reduction="none")
+
+    assert train(make(tmp_path), size, losses=losses).finished
+
+
+def weighed_by_rank(x, key):
+    return x * (1 + 0.1 * key.argsort().argsort()[:, None])
+
+
+def weighed_by_half(x, key):
+    weights = torch.ones(len(x))
+    weights[key.argsort()[: len(x) // 2]] = 2.0
+    return x * weights[:, None]
+
+
+@pytest.mark.parametrize("weigh", [weighed_by_rank, weighed_by_half])
+@pytest.mark.parametrize("key", [lambda x, y: x[:, 0], lambda x, y: y])
+def test_the_place_of_an_example_among_others_is_not_its_own(tmp_path, weigh, key):
+    with pytest.raises(UserError, match="mixes examples before they enter the model"):
+        train(make(tmp_path), 20, losses=lambda e, b: losses_of(e, [weigh(b[0], key(*b)), b[1]]))
+
+
+def test_means_of_rows_end_to_end_are_of_their_own_lengths(tmp_path):
+    """Which may be as many as there are examples, in one batch and in another."""
+    torch.manual_seed(0)
+    rows = [(torch.randn(int(torch.randint(2, 8, ())), 10), i % 3) for i in range(60)]
+
+    def collate(rows):
+        x = torch.cat([row for row, _ in rows])
+        return {
+            "x": x,
+            "lengths": torch.tensor([len(r) for r, _ in rows]),
+            "y": torch.tensor([y for _, y in rows]),
+        }
+
+    def losses(engine, batch):
+        parts = batch["x"].split(batch["lengths"].tolist())
+        x = torch.stack([part.mean(0) for part in parts])
+        return cross_entropy(engine.model(x), batch["y"], reduction="none")
+
+    engine = make(tmp_path, dataset=rows, data_name="rows", steps=16)
+    assert train(engine, 6, losses=losses, collate_fn=collate).finished
+
+
 @pytest.mark.parametrize("mixed", [False, True])
 def test_rows_that_are_sorted_by_whole_numbers_keep_their_targets(tmp_path, mixed):
     """Many texts are equally long, and which of these comes first says nothing."""

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from dpexp.clipping.independence.comparison import ROUNDING, bits_of
+from dpexp.clipping.operations.others import BROADCASTING
 from dpexp.clipping.survey.layouts import fixed_order
 from dpexp.errors import UntoldError, UserError, without_data
 from dpexp.training.watching.flows import REPEATED, refuse_others, refuse_repeated
@@ -28,6 +29,8 @@ from dpexp.training.watching.trace import Trace
 # factors of floating-point numbers in rows that stand in the place of others: the first with which all is finite
 SCALES = 1e3, 3.0
 SORTING = {"sort", "argsort"}
+# where whole numbers are no places of rows
+COUNTING = BROADCASTING | {"lt", "le", "gt", "ge", "eq", "ne"}
 # bytes of what the model returns by which losses are differentiated
 SMALL = 1 << 24
 # lines that are done again for numbers that are made of the whole batch
@@ -112,9 +115,9 @@ class Redone:
         lines = enumerate(self.tape.lines)
         uses = (i for i, line in lines if not self.tape.memory.of(line.uses).isdisjoint(self.tape.returned))
         self._behind_model = next(uses, len(self.tape.lines))
-        # who stands in the place of whom, with each half, where the loop sorts: its order stays, and a row and its copy, of one
-        # length, say, may come in either order, and have to be equal
+        # who stands in the place of whom, with each half, where the loop sorts: its orders stay, also of rows that are as long
         self._chosen = list[list[int]]()
+        self._orders: dict[int, Callable[[Tensor], Tensor]] = {}
         self._scales: tuple[float, ...] = SCALES
         if self.examples > 1 and (sorted_by := self._order()) is not None:
             self._chosen = [neighbours(sorted_by, side, wide=not self._first) for side in (0, 1)]
@@ -200,7 +203,8 @@ class Redone:
 
     def _lonely(self) -> list[int]:
         """Examples that are looked at among copies of themselves, where all stand in the order of the batch."""
-        stays = all(self._rows_left(number) == sorted(half) for number, half in enumerate(self._halves))
+        left = [self._rows_left(number) for number in range(len(self._halves))]
+        stays = not self._chosen and left == [sorted(half) for half in self._halves]
         return [half[0] for half in self._halves] if stays and not self._unplaced else []
 
     def _lost(self, number: int, kept: Sequence[int] | None = None) -> tuple[list[Tensor], bool]:
@@ -405,6 +409,7 @@ class Redone:
         """
         if kept is None:
             return self.tape.again(number, self.tape.held | dict(instead or {}), by)
+        moved = self._orders if list(kept) in self._halves else {}
         for scale in self._scales:
             try:
                 found = self.tape.again(number, self._with_others(kept, scale), by)
@@ -413,7 +418,7 @@ class Redone:
                 continue
             if scale == self._scales[-1] or bool(found[0].isfinite().all()):
                 return found
-        return self.tape.again(number, self._with_others(kept, 1.0), by)
+        return self.tape.again(number, self._with_others(kept, 1.0), by, moved)
 
     def _with_others(self, kept: Sequence[int], scale: float) -> dict[int, Tensor]:
         """What is held, with the examples ``kept`` in the place of the others; ``scale``: of floating-point numbers there."""
@@ -436,12 +441,24 @@ class Redone:
 
     def _order(self) -> list[int] | None:
         """In which order the loop sorts its examples before they enter the model."""
+        found, derived = list[Tensor](), set[int]()
         for line in self.tape.lines[: self._behind_model]:
-            if name_of(line.func) in SORTING and line.made:
+            name = name_of(line.func)
+            if name in SORTING and line.made and line.own is None:
                 order = self.tape.again(line.made[-1], dict(self.tape.held))[0]
                 if len(order) == self.examples and is_order(order):
-                    return list(order.tolist())
-        return None
+                    found.append(order)
+                    self._orders[line.made[-1]] = partial(_instead, other=order)
+                    derived.add(line.made[-1])
+                    continue
+            used = derived.intersection(line.slots)
+            if used and (name.strip("_") in COUNTING or (line.targets and not used <= self._orders.keys())):
+                # a rank, or the first of all, is what others make it
+                self._orders.clear()
+                return None
+            if line.slots and line.slots[0] in derived:
+                derived.update(line.made)
+        return list(found[0].tolist()) if found else None
 
     def _other_entry(self, held: Tensor, scale: float) -> Tensor:
         """What stands in the place of an entry of a list: the same rows in reverse order, or labels that other entries have."""
@@ -461,6 +478,10 @@ class Redone:
         size = a.abs().nan_to_num(posinf=0.0)
         allowed = ROUNDING[bits_of(self.tape.held.values())][1] * torch.maximum(size, 1e-3 * size.amax(0))
         return ~((a - b).abs().le(allowed) | (a == b) | (a.isnan() & b.isnan())).all(1).cpu()
+
+
+def _instead(tensor: Tensor, other: Tensor) -> Tensor:
+    return other
 
 
 def _moved(number: Tensor, sign: int) -> Tensor:

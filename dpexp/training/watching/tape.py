@@ -35,6 +35,8 @@ from dpexp.training.watching.owned import Owned
 from dpexp.training.watching.places import Place, Places, is_order
 from dpexp.training.watching.sizes import Sizes
 
+# what they return is real, whole numbers though they are given
+DIVIDING = {"div", "divide", "true_divide", "truediv", "rtruediv"}
 # functions that are written down for one batch
 LONGEST = 5000
 # bytes that are held for it
@@ -163,7 +165,8 @@ class Tape:
         numbers += [n for t in given for n in self._constant(t)]
         own = self.owner_of(given)
         counted = self._sizes.made(numbers, own) or any(t in self._known.told for t in given)
-        if name.strip("_") in BROADCASTING and any(t.is_floating_point() for t in given):
+        real = any(t.is_floating_point() for t in given) or name.strip("_") in DIVIDING
+        if name.strip("_") in BROADCASTING and real:
             for which, n in enumerate(numbers):
                 self._sizes.note(len(self.lines), name, n, own)
                 if own is None and not n.by_row:
