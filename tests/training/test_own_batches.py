@@ -452,6 +452,17 @@ def test_the_place_of_an_example_among_others_is_not_its_own(tmp_path, weigh, ke
         train(make(tmp_path), 20, losses=lambda e, b: losses_of(e, [weigh(b[0], key(*b)), b[1]]))
 
 
+def test_rows_that_are_shuffled_are_no_mixture_in_small_batches_either(tmp_path):
+    """Two of them may have changed places, and both be in one half."""
+
+    def losses(engine, batch):
+        order = torch.arange(len(batch[0]))
+        order[:2] = order[:2].flip(0)
+        return cross_entropy(engine.model(batch[0][order]), batch[1][order], reduction="none")
+
+    assert train(make(tmp_path), 3, losses=losses).finished
+
+
 def test_means_of_rows_end_to_end_are_of_their_own_lengths(tmp_path):
     """Which may be as many as there are examples, in one batch and in another."""
     torch.manual_seed(0)
@@ -468,6 +479,21 @@ def test_means_of_rows_end_to_end_are_of_their_own_lengths(tmp_path):
     def losses(engine, batch):
         parts = batch["x"].split(batch["lengths"].tolist())
         x = torch.stack([part.mean(0) for part in parts])
+        return cross_entropy(engine.model(x), batch["y"], reduction="none")
+
+    engine = make(tmp_path, dataset=rows, data_name="rows", steps=16)
+    assert train(engine, 6, losses=losses, collate_fn=collate).finished
+
+
+def test_means_of_entries_of_a_list_are_of_their_own_lengths(tmp_path):
+    torch.manual_seed(0)
+    rows = [(torch.randn(int(torch.randint(2, 8, ())), 10), i % 3) for i in range(60)]
+
+    def collate(rows):
+        return {"x": [x for x, _ in rows], "y": torch.tensor([y for _, y in rows])}
+
+    def losses(engine, batch):
+        x = torch.stack([entry.mean(0) for entry in batch["x"]])
         return cross_entropy(engine.model(x), batch["y"], reduction="none")
 
     engine = make(tmp_path, dataset=rows, data_name="rows", steps=16)

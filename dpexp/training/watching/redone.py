@@ -205,7 +205,13 @@ class Redone:
         """Examples that are looked at among copies of themselves, where all stand in the order of the batch."""
         left = [self._rows_left(number) for number in range(len(self._halves))]
         stays = not self._chosen and left == [sorted(half) for half in self._halves]
-        return [half[0] for half in self._halves] if stays and not self._unplaced else []
+        found = [half[0] for half in self._halves] if stays and not self._unplaced else []
+        return [i for i in found if all(self._stands(i, number) for number in self._rows)]
+
+    def _stands(self, i: int, number: int) -> bool:
+        """Whether an example is in its own row of what enters the model: two of a half may have changed places."""
+        whole, alone = self._again(number)[0], self._again(number, [i])[0]
+        return len(whole) != self.examples or not bool(self._unlike(whole, alone)[i])
 
     def _lost(self, number: int, kept: Sequence[int] | None = None) -> tuple[list[Tensor], bool]:
         """What each example loses, and the gradients of all losses at the rows of what the model returned.
@@ -380,14 +386,15 @@ class Redone:
         """Whether a number goes by the batch by chance: in arithmetic with an entry of a list, which is of one example; or if a
         mean is over as many numbers as there are examples, and of what the model has returned of one at a time."""
         line, name, source, _ = scaled
-        if line < self._behind_model:
-            return False
         needed = set[int]()
         self.tape.behind(self.tape.lines[line].uses, needed)
         returned = needed.intersection(self.tape.returned)
-        if len(returned) == 1 and self.tape.returned[min(returned)] in self._lists:
+        listed = len(returned) == 1 and self.tape.returned[min(returned)] in self._lists
+        if listed or not needed.isdisjoint(self.tape.entries):
             # what goes by the batch stands beside all entries
             return sum(place[1:] == scaled[1:] for place in self.trace.sizes.scaled) < self.examples
+        if line < self._behind_model:
+            return False
         if name != "mean" or source not in self.trace.sizes.times:
             return False
         return bool(returned) and all(map(self._told_rows, returned))
