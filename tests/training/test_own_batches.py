@@ -248,6 +248,63 @@ def test_what_goes_by_others_in_a_way_of_its_own_is_refused(tmp_path, losses, si
     assert engine.ledger.steps_charged == 0
 
 
+def squared(engine, batch):
+    """All above one."""
+    return (engine.model(batch[0])[:, 0] - batch[1] - 7).square()
+
+
+def of_rows_end_to_end(engine, batch):
+    rows = engine.model(batch[0]).flatten().split(3)
+    values = [row.square().sum() / row.detach().norm().clamp(min=100) for row in rows]
+    return torch.stack(values)
+
+
+ONE_NUMBER_ASLEEP = {
+    "a count of large losses": lambda f: f / (f.detach() > 1).sum(),
+    "a maximum with a floor": lambda f: f / f.detach().max().clamp(min=1e9),
+    "a minimum in what saturates": lambda f: f * torch.sigmoid(f.detach().min() + 50),
+    "a norm that is seldom too large": lambda f: f * (1e6 / f.detach().norm()).clamp(max=1.0),
+    "losses that all count if one does": lambda f: f * torch.where((f.detach() > 1e12).any(), 0.5, 1.0),
+    "one that is no number ends all": lambda f: torch.where(f.isfinite().all(), f, 0.0),
+    "a count that is not nothing": lambda f: f * torch.where((f.detach() > 1e12).sum() > 0, 0.5, 1.0),
+}
+
+
+@pytest.mark.parametrize("weigh", ONE_NUMBER_ASLEEP.values(), ids=ONE_NUMBER_ASLEEP)
+def test_one_number_of_the_batch_is_seen_where_other_rows_would_not_change_it(tmp_path, weigh):
+    engine = make(tmp_path)
+    with pytest.raises(UserError, match="mixes examples: the loss of one changes when the others"):
+        train(engine, 20, losses=lambda engine, batch: weigh(squared(engine, batch)))
+    assert engine.ledger.steps_charged == 0
+
+
+def test_one_number_of_the_batch_is_seen_before_the_model_too(tmp_path):
+    def losses(engine, batch):
+        x = batch[0]
+        return losses_of(engine, [x * (1e6 / x.norm()).clamp(max=1.0), batch[1]])
+
+    with pytest.raises(UserError, match="mixes examples before they enter the model"):
+        train(make(tmp_path), 20, losses=losses)
+
+
+ONE_NUMBER_APART = {
+    "no loss goes by it": lambda e, b: losses_of(e, b) + 0.0 * e.model(b[0]).sum(),
+    "nor by its product with zero": lambda e, b: losses_of(e, b) + (e.model(b[0]) * 0.0).sum(),
+    "of rows end to end": of_rows_end_to_end,
+    "of public rows": lambda e, b: losses_of(e, b) / torch.arange(9.0).max().clamp(min=1.0),
+    "columns that the longest row has": lambda e, b: losses_of(
+        e, [b[0] * (torch.arange(10) < (b[1] + 12).max()), b[1]]
+    ),
+}
+
+
+@pytest.mark.parametrize("losses", ONE_NUMBER_APART.values(), ids=ONE_NUMBER_APART)
+def test_one_number_of_the_batch_may_stand_where_no_example_goes_by_it(tmp_path, losses):
+    engine = make(tmp_path)
+    assert train(engine, 20, losses=losses).finished
+    assert engine.clipper.notes == []
+
+
 def test_what_a_loop_computes_by_transforms_is_not_believed(tmp_path):
     engine = make(tmp_path, steps=30)
     seen = []
@@ -362,6 +419,85 @@ def test_rows_that_are_sorted_are_no_mixture(tmp_path):
         return cross_entropy(engine.model(batch[0][order]), batch[1][order], reduction="none")
 
     assert train(make(tmp_path), 20, losses=losses).finished
+
+
+@pytest.mark.parametrize("size", [5, 6, 7])
+def test_rows_that_are_sorted_more_than_once_are_no_mixture(tmp_path, size):
+    """By what is seldom unlike: with other rows beside, the order of equal ones would be another one."""
+
+    def losses(engine, batch):
+        x, y = batch
+        for column in (0, 1):
+            order = (x[:, column] > 0).long().argsort(descending=True)
+            x, y = x[order], y[order]
+        return cross_entropy(engine.model(x), y, reduction="none")
+
+    assert train(make(tmp_path), size, losses=losses).finished
+
+
+def weighed_by_rank(x, key):
+    return x * (1 + 0.1 * key.argsort().argsort()[:, None])
+
+
+def weighed_by_half(x, key):
+    weights = torch.ones(len(x))
+    weights[key.argsort()[: len(x) // 2]] = 2.0
+    return x * weights[:, None]
+
+
+@pytest.mark.parametrize("weigh", [weighed_by_rank, weighed_by_half])
+@pytest.mark.parametrize("key", [lambda x, y: x[:, 0], lambda x, y: y])
+def test_the_place_of_an_example_among_others_is_not_its_own(tmp_path, weigh, key):
+    with pytest.raises(UserError, match="mixes examples before they enter the model"):
+        train(make(tmp_path), 20, losses=lambda e, b: losses_of(e, [weigh(b[0], key(*b)), b[1]]))
+
+
+def test_rows_that_are_shuffled_are_no_mixture_in_small_batches_either(tmp_path):
+    """Two of them may have changed places, and both be in one half."""
+
+    def losses(engine, batch):
+        order = torch.arange(len(batch[0]))
+        order[:2] = order[:2].flip(0)
+        return cross_entropy(engine.model(batch[0][order]), batch[1][order], reduction="none")
+
+    assert train(make(tmp_path), 3, losses=losses).finished
+
+
+def test_means_of_rows_end_to_end_are_of_their_own_lengths(tmp_path):
+    """Which may be as many as there are examples, in one batch and in another."""
+    torch.manual_seed(0)
+    rows = [(torch.randn(int(torch.randint(2, 8, ())), 10), i % 3) for i in range(60)]
+
+    def collate(rows):
+        x = torch.cat([row for row, _ in rows])
+        return {
+            "x": x,
+            "lengths": torch.tensor([len(r) for r, _ in rows]),
+            "y": torch.tensor([y for _, y in rows]),
+        }
+
+    def losses(engine, batch):
+        parts = batch["x"].split(batch["lengths"].tolist())
+        x = torch.stack([part.mean(0) for part in parts])
+        return cross_entropy(engine.model(x), batch["y"], reduction="none")
+
+    engine = make(tmp_path, dataset=rows, data_name="rows", steps=16)
+    assert train(engine, 6, losses=losses, collate_fn=collate).finished
+
+
+def test_means_of_entries_of_a_list_are_of_their_own_lengths(tmp_path):
+    torch.manual_seed(0)
+    rows = [(torch.randn(int(torch.randint(2, 8, ())), 10), i % 3) for i in range(60)]
+
+    def collate(rows):
+        return {"x": [x for x, _ in rows], "y": torch.tensor([y for _, y in rows])}
+
+    def losses(engine, batch):
+        x = torch.stack([entry.mean(0) for entry in batch["x"]])
+        return cross_entropy(engine.model(x), batch["y"], reduction="none")
+
+    engine = make(tmp_path, dataset=rows, data_name="rows", steps=16)
+    assert train(engine, 6, losses=losses, collate_fn=collate).finished
 
 
 @pytest.mark.parametrize("mixed", [False, True])
@@ -860,6 +996,16 @@ def test_numbers_that_are_made_of_a_batch_are_refused_in_its_losses(tmp_path, nu
     with pytest.raises(UserError, match="losses depend on a number that the loop has made of its batch"):
         train(engine, losses=losses)
     assert engine.ledger.steps_charged == 0
+
+
+def test_a_number_of_an_example_stays_its_own_where_the_batch_before_had_that_example_too(tmp_path):
+    def losses(engine, batch):
+        x = torch.stack([row / float(row.abs().max()) for row in batch[0]])
+        return losses_of(engine, [x, batch[1]])
+
+    # half of all examples in each batch
+    engine = make(tmp_path, batch_size=len(data()) // 2)
+    assert train(engine, 64, losses=losses).finished
 
 
 class Keeping(nn.Module):

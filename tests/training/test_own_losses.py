@@ -590,6 +590,7 @@ BY_THE_BATCH = {
     "a mean over shifted rows": lambda tokens, real: tokens[:, 1:].mean(1),
     "how long shifted rows are padded": lambda tokens, real: tokens[:, 1:].sum(1) / (real.shape[1] - 1),
     "how long rows are padded": lambda tokens, real: tokens.sum(1) / real.shape[1],
+    "a share of how long rows are padded": lambda tokens, real: tokens.sum(1) * (real.sum(1) / real.shape[1]),
     "its tokens, counted": lambda tokens, real: tokens.sum(1) / int(real.sum()),
     "its tokens, as item": lambda tokens, real: tokens.sum(1) * (1 / real.sum().item()),
     "the longest": lambda tokens, real: tokens.sum(1) / float(real.sum(1).max()),

@@ -17,6 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from dpexp.clipping.tapping.dataflow import BLANK, KINDS, in_place
 from dpexp.clipping.tapping.following import Followed
 
+WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 # relative difference of numbers that are one, inverted or not
 SAME = 1e-9
 # what they return tells the shape of their first argument, and none of its values

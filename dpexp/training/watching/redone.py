@@ -7,7 +7,8 @@ alone, a loss or a row that enters the model, is what it was in one of the two, 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import chain, product
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from dpexp.clipping.independence.comparison import ROUNDING, bits_of
+from dpexp.clipping.operations.others import BROADCASTING
 from dpexp.clipping.survey.layouts import fixed_order
 from dpexp.errors import UntoldError, UserError, without_data
 from dpexp.training.watching.flows import REPEATED, refuse_others, refuse_repeated
@@ -27,8 +29,12 @@ from dpexp.training.watching.trace import Trace
 # factors of floating-point numbers in rows that stand in the place of others: the first with which all is finite
 SCALES = 1e3, 3.0
 SORTING = {"sort", "argsort"}
+# where whole numbers are no places of rows
+COUNTING = BROADCASTING | {"lt", "le", "gt", "ge", "eq", "ne"}
 # bytes of what the model returns by which losses are differentiated
 SMALL = 1 << 24
+# lines that are done again for numbers that are made of the whole batch
+WORK = 1 << 11
 
 MIXED = (
     "the loop mixes examples: the loss of one changes when the others of its batch are replaced{where}, whether a gradient shows "
@@ -109,9 +115,9 @@ class Redone:
         lines = enumerate(self.tape.lines)
         uses = (i for i, line in lines if not self.tape.memory.of(line.uses).isdisjoint(self.tape.returned))
         self._behind_model = next(uses, len(self.tape.lines))
-        # who stands in the place of whom, with each half, where the loop sorts: its order stays, and a row and its copy, of one
-        # length, say, may come in either order, and have to be equal
+        # who stands in the place of whom, with each half, where the loop sorts: its orders stay, also of rows that are as long
         self._chosen = list[list[int]]()
+        self._orders: dict[int, Callable[[Tensor], Tensor]] = {}
         self._scales: tuple[float, ...] = SCALES
         if self.examples > 1 and (sorted_by := self._order()) is not None:
             self._chosen = [neighbours(sorted_by, side, wide=not self._first) for side in (0, 1)]
@@ -190,14 +196,22 @@ class Redone:
                 if int(lost.sum()) > (self.examples - len(kept)) * (len(lost) // self.examples):
                     raise self._mixture(REPEATED, number)
             self._refuse_shared(number, whole[0])
+        self._refuse_single(number, whole[0], lambda losses: losses.view(self.examples, -1), MIXED)
         if self._first:
             self._feel_padding(number, whole[0])
         return bool((changed[0][0] | changed[1][0]).any())
 
     def _lonely(self) -> list[int]:
         """Examples that are looked at among copies of themselves, where all stand in the order of the batch."""
-        stays = all(self._rows_left(number) == sorted(half) for number, half in enumerate(self._halves))
-        return [half[0] for half in self._halves] if stays and not self._unplaced else []
+        left = [self._rows_left(number) for number in range(len(self._halves))]
+        stays = not self._chosen and left == [sorted(half) for half in self._halves]
+        found = [half[0] for half in self._halves] if stays and not self._unplaced else []
+        return [i for i in found if all(self._stands(i, number) for number in self._rows)]
+
+    def _stands(self, i: int, number: int) -> bool:
+        """Whether an example is in its own row of what enters the model: two of a half may have changed places."""
+        whole, alone = self._again(number)[0], self._again(number, [i])[0]
+        return len(whole) != self.examples or not bool(self._unlike(whole, alone)[i])
 
     def _lost(self, number: int, kept: Sequence[int] | None = None) -> tuple[list[Tensor], bool]:
         """What each example loses, and the gradients of all losses at the rows of what the model returned.
@@ -235,6 +249,28 @@ class Redone:
                     continue
                 if int(self._unlike(whole, lost).view(self.examples, -1).any(1).sum()) > 1:
                     raise self._mixture(MIXED.format(where=self.tape.table), number)
+
+    def _refuse_single(
+        self, number: int, whole: Tensor, rows_of: Callable[[Tensor], Tensor], what: str
+    ) -> None:
+        """Refuse one number of the whole batch that several examples go by, if it were another: a count, a maximum with a floor.
+
+        Rows that stand in the place of others may leave it as it is.
+        """
+        needed = set[int]()
+        self.tape.behind([number], needed)
+        found = sorted(needed & self.tape.single) if self._first else []
+        for n in found[-max(1, WORK // len(self.tape.lines)) :]:
+            for sign in (0, 1, -1):
+                try:
+                    moved = {n: partial(_moved, sign=sign)}
+                    other = self.tape.again(number, dict(self.tape.held), moved=moved)[0]
+                    changed = self._unlike(rows_of(whole), rows_of(other))
+                except Exception:
+                    # so many rows are not there
+                    continue
+                if int(changed.sum()) > 1:
+                    raise self._mixture(what.format(where=self.tape.table), number)
 
     def _feel_padding(self, number: int, whole: Tensor) -> None:
         """Note for which lengths the losses are others where the model returns something else for padding."""
@@ -302,6 +338,7 @@ class Redone:
             raise self._mixture(ENTERED, *self._entered)
         self._changed = both[apart[0]] if apart else self._changed
         place, here = found[apart[0] if apart else 0]
+        self._refuse_single(number, whole, lambda t: place.rows(t, self.examples), ENTERED)
         if place.axis == 0:
             self._note_rows(number, whole, others)
         if place not in fits:
@@ -349,14 +386,15 @@ class Redone:
         """Whether a number goes by the batch by chance: in arithmetic with an entry of a list, which is of one example; or if a
         mean is over as many numbers as there are examples, and of what the model has returned of one at a time."""
         line, name, source, _ = scaled
-        if line < self._behind_model:
-            return False
         needed = set[int]()
         self.tape.behind(self.tape.lines[line].uses, needed)
         returned = needed.intersection(self.tape.returned)
-        if len(returned) == 1 and self.tape.returned[min(returned)] in self._lists:
+        listed = len(returned) == 1 and self.tape.returned[min(returned)] in self._lists
+        if listed or not needed.isdisjoint(self.tape.entries):
             # what goes by the batch stands beside all entries
             return sum(place[1:] == scaled[1:] for place in self.trace.sizes.scaled) < self.examples
+        if line < self._behind_model:
+            return False
         if name != "mean" or source not in self.trace.sizes.times:
             return False
         return bool(returned) and all(map(self._told_rows, returned))
@@ -378,6 +416,7 @@ class Redone:
         """
         if kept is None:
             return self.tape.again(number, self.tape.held | dict(instead or {}), by)
+        moved = self._orders if list(kept) in self._halves else {}
         for scale in self._scales:
             try:
                 found = self.tape.again(number, self._with_others(kept, scale), by)
@@ -386,7 +425,7 @@ class Redone:
                 continue
             if scale == self._scales[-1] or bool(found[0].isfinite().all()):
                 return found
-        return self.tape.again(number, self._with_others(kept, 1.0), by)
+        return self.tape.again(number, self._with_others(kept, 1.0), by, moved)
 
     def _with_others(self, kept: Sequence[int], scale: float) -> dict[int, Tensor]:
         """What is held, with the examples ``kept`` in the place of the others; ``scale``: of floating-point numbers there."""
@@ -409,12 +448,24 @@ class Redone:
 
     def _order(self) -> list[int] | None:
         """In which order the loop sorts its examples before they enter the model."""
+        found, derived = list[Tensor](), set[int]()
         for line in self.tape.lines[: self._behind_model]:
-            if name_of(line.func) in SORTING and line.made:
+            name = name_of(line.func)
+            if name in SORTING and line.made and line.own is None:
                 order = self.tape.again(line.made[-1], dict(self.tape.held))[0]
                 if len(order) == self.examples and is_order(order):
-                    return list(order.tolist())
-        return None
+                    found.append(order)
+                    self._orders[line.made[-1]] = partial(_instead, other=order)
+                    derived.add(line.made[-1])
+                    continue
+            used = derived.intersection(line.slots)
+            if used and (name.strip("_") in COUNTING or (line.targets and not used <= self._orders.keys())):
+                # a rank, or the first of all, is what others make it
+                self._orders.clear()
+                return None
+            if line.slots and line.slots[0] in derived:
+                derived.update(line.made)
+        return list(found[0].tolist()) if found else None
 
     def _other_entry(self, held: Tensor, scale: float) -> Tensor:
         """What stands in the place of an entry of a list: the same rows in reverse order, or labels that other entries have."""
@@ -434,3 +485,19 @@ class Redone:
         size = a.abs().nan_to_num(posinf=0.0)
         allowed = ROUNDING[bits_of(self.tape.held.values())][1] * torch.maximum(size, 1e-3 * size.amax(0))
         return ~((a - b).abs().le(allowed) | (a == b) | (a.isnan() & b.isnan())).all(1).cpu()
+
+
+def _instead(tensor: Tensor, other: Tensor) -> Tensor:
+    return other
+
+
+def _moved(number: Tensor, sign: int) -> Tensor:
+    """A number as it might have been: another one, or, with a sign, beyond all bounds, and its square finite."""
+    if number.dtype == torch.bool:
+        return ~number
+    if number.is_floating_point() and not number:
+        # what goes through all weights may be multiplied by zero before it is added up
+        return number
+    if not sign or not number.is_floating_point():
+        return 3 * number + 1
+    return torch.full_like(number, sign * torch.finfo(number.dtype).max ** 0.5)

@@ -73,9 +73,9 @@ class Sizes:
 
     def made(self, numbers: Iterable[Number], own: int | None = None) -> bool:
         """Whether one of these is a fraction that was made of the whole batch, or of the one before. What is made of one example
-        alone is its own."""
+        alone is its own, also where the batch before had that example too."""
         here = self.fractions if self._examples > 1 else ()
-        known = [*self._earlier, *(f for f in here if own is None or self._own.get(f) != own)]
+        known = [f for f in (*self._earlier, *here) if own is None or self._own.get(f) != own]
         return any(number.is_near(fraction) for number in numbers for fraction in known)
 
     def note(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from dpexp.clipping.tapping.dataflow import FEW, in_order
 from dpexp.errors import UntoldError
 from dpexp.training.watching.lines import (
     PLAIN,
+    WHOLE,
     ByMemory,
     Call,
     Line,
@@ -33,6 +35,8 @@ from dpexp.training.watching.owned import Owned
 from dpexp.training.watching.places import Place, Places, is_order
 from dpexp.training.watching.sizes import Sizes
 
+# what they return is real, whole numbers though they are given
+DIVIDING = {"div", "divide", "true_divide", "truediv", "rtruediv"}
 # functions that are written down for one batch
 LONGEST = 5000
 # bytes that are held for it
@@ -109,6 +113,7 @@ class Tape:
         beside: numbers of what is held and has nothing to do with any batch, as far as is known.
         memory: what is written to and was made by nothing that is written down.
         table: which function has made a table of examples by examples, in words.
+        single: numbers of what is one real number, or one truth, of several examples, and of whole numbers that these go by.
         unsure: numbers of what has rows neither in front nor where somebody has said. A number of features may equal that of the
             examples, and of nodes of graphs end to end, or of parts of a batch, no size tells whose they are.
     """
@@ -127,6 +132,8 @@ class Tape:
         self.old: set[int] = set()
         self.beside: set[int] = set()
         self.unsure: set[int] = set()
+        self.single: set[int] = set()
+        self._whole_numbers: set[int] = set()
         self.table = ""
         self._count = self._bytes = 0
         self.memory = Memory()
@@ -158,7 +165,8 @@ class Tape:
         numbers += [n for t in given for n in self._constant(t)]
         own = self.owner_of(given)
         counted = self._sizes.made(numbers, own) or any(t in self._known.told for t in given)
-        if name.strip("_") in BROADCASTING and any(t.is_floating_point() for t in given):
+        real = any(t.is_floating_point() for t in given) or name.strip("_") in DIVIDING
+        if name.strip("_") in BROADCASTING and real:
             for which, n in enumerate(numbers):
                 self._sizes.note(len(self.lines), name, n, own)
                 if own is None and not n.by_row:
@@ -204,11 +212,22 @@ class Tape:
         if "out" in line.given[1]:
             # as long as it is now
             line.filled = self.memory.filled_as_out(made)
+        self._note_single(line, given, made)
         returned = given[:1] if name_of(line.func) == "__setitem__" else made
         line.together = self._is_batch(returned) and self._is_batch(given)
         self.lines.append(line)
         if len(self.lines) > LONGEST:
             raise UntoldError(f"the loop calls more than {LONGEST} functions")
+
+    def _note_single(self, line: Line, given: list[Tensor], made: list[Tensor]) -> None:
+        """Note what a call has made one number of; a part of what it was given is an example's own, or one of many."""
+        private, places = self._known.private, {storage_of(t) for t in given}
+        if any(t.dtype not in WHOLE for t in made):
+            self.single |= self._whole_numbers.intersection(line.slots)
+        if line.own is None and any(t.numel() > 1 and t in private for t in given):
+            for tensor, number in zip(made, line.made, strict=True):
+                if tensor.numel() == 1 and tensor in private and storage_of(tensor) not in places:
+                    (self._whole_numbers if tensor.dtype in WHOLE else self.single).add(number)
 
     def owner_of(self, tensors: Iterable[Tensor]) -> int | None:
         """Whose all of the batch is that these tensors hold, where it is of one example alone."""
@@ -264,7 +283,11 @@ class Tape:
         return found
 
     def again(
-        self, number: int, there: dict[int, Tensor], by: Sequence[int] = ()
+        self,
+        number: int,
+        there: dict[int, Tensor],
+        by: Sequence[int] = (),
+        moved: Mapping[int, Callable[[Tensor], Tensor]] = MappingProxyType({}),
     ) -> tuple[Tensor, Sequence[Tensor], bool]:
         """Do again what a tensor is made by; return it, the gradients of its sum, and whether chance was met.
 
@@ -272,6 +295,7 @@ class Tape:
             number: of the tensor.
             there: what stands in the place of what is held; all that is made is added to it, and dropped after its last use.
             by: numbers of the tensors that it is differentiated by.
+            moved: numbers of what is made -> what to make of that.
         """
         leaves = {n: there[n].detach().requires_grad_() for n in by}
         there |= leaves
@@ -293,6 +317,7 @@ class Tape:
                 ):
                     result = line.func(*args, **kwargs)
                 there.update(zip(line.made, tensors_of(result), strict=True))
+                there |= {n: moved[n](there[n]) for n in moved.keys() & line.made}
                 for used in line.slots:
                     if last[used] == i and used != number:
                         there.pop(used, None)

@@ -31,7 +31,9 @@ from dpexp.training.watching.lines import (
     PLAIN,
     READING_SHAPES,
     SETTING,
+    WHOLE,
     Call,
+    Line,
     Marks,
     Number,
     tensors_of,
@@ -47,7 +49,6 @@ from dpexp.training.watching.tape import Known, Tape
 
 # as many numbers as somebody counts; shards of a model have more
 HANDFUL = 16
-WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 SCALERS = torch.amp.GradScaler.scale.__code__.co_filename
 Made = TypeVar("Made")
 
@@ -326,7 +327,12 @@ class Trace(TorchFunctionMode):
             self._stop(f"{call.name} writes to what it is given", lasting=True)
         elif made and not self.failure:
             line = self._tried(self.tape.line_of, call)
-            if line is not None and call.name == "mean" and made[0].numel():
+            if (
+                line is not None
+                and call.name == "mean"
+                and made[0].numel()
+                and self._is_by_row(line, call, made)
+            ):
                 elements = Number(given[0].numel() // made[0].numel())
                 self.sizes.note(len(self.tape.lines), "mean", elements, line.own, averaged=True)
             self._tried(self.tape.add, line, given, made)
@@ -334,6 +340,11 @@ class Trace(TorchFunctionMode):
             if tensor in self.known.private:
                 self._aliases.add(tensor)
         return result
+
+    def _is_by_row(self, line: Line, call: Call, made: list[Tensor]) -> bool:
+        """Whether rows stay apart in a mean; one over all shows by itself, or is of a part that is as long as its example."""
+        front = made[0].shape[:1] == call.given[0].shape[:1] != ()
+        return line.own is not None or front or bool(self.rows.fits(made[0]))
 
     def _followed(self, call: Call) -> Any:
         """Make a call, and remember which tensors and numbers hold values of the batch."""
