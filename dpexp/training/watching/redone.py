@@ -33,6 +33,8 @@ SORTING = {"sort", "argsort"}
 COUNTING = BROADCASTING | {"lt", "le", "gt", "ge", "eq", "ne"}
 # bytes of what the model returns by which losses are differentiated
 SMALL = 1 << 24
+# a row in front for each example
+ROW = Place(0, 1)
 # lines that are done again for numbers that are made of the whole batch
 WORK = 1 << 11
 
@@ -51,6 +53,9 @@ UNTOLD = (
     "rows are whose: one changes with several examples. Give a row for each example, or as many views of each, side by side "
     "(torch.cat); call the model for each view, or for each example; let the collate function put rows end to end"
 )
+
+
+BLIND = "what enters the model is made of rows of which nothing tells whose they are; what it returned was looked at"
 
 
 class Mixture(UserError):
@@ -147,7 +152,11 @@ class Redone:
             trace.sizes.numbers = {place: number for place, number in numbers if place[0] in behind}
             if losses in trace.known.rowed:
                 return True
-            return not trace.failure and self._look(self.tape.numbers[losses], losses.detach())
+            told = not trace.failure and self._look(self.tape.numbers[losses], losses.detach())
+            if told and self._is_blind():
+                trace.failure = "" if self._first else BLIND
+                return False
+            return told
         except UserError:
             raise
         except Exception as error:
@@ -196,6 +205,7 @@ class Redone:
                 if int(lost.sum()) > (self.examples - len(kept)) * (len(lost) // self.examples):
                     raise self._mixture(REPEATED, number)
             self._refuse_shared(number, whole[0])
+            self._refuse_other_rows(number, whole[0])
         self._refuse_single(number, whole[0], lambda losses: losses.view(self.examples, -1), MIXED)
         if self._first:
             self._feel_padding(number, whole[0])
@@ -249,6 +259,33 @@ class Redone:
                     continue
                 if int(self._unlike(whole, lost).view(self.examples, -1).any(1).sum()) > 1:
                     raise self._mixture(MIXED.format(where=self.tape.table), number)
+
+    def _is_blind(self) -> bool:
+        """Whether no row that enters the model has changed: they are made of others, of which no size tells whose these are."""
+        entered = [*chain(*self._rows.values())]
+        return bool(entered) and not any(bool(rows.any()) for rows in chain(self._changed, entered))
+
+    def _refuse_other_rows(self, number: int, whole: Tensor) -> None:
+        """Refuse losses that go by several rows of what a call of the model returned, where no row that enters it has changed.
+
+        What it returned is replaced alone, so that it does not matter in which order its rows stand.
+        """
+        for call, entered in enumerate(self.trace.calls if self._is_blind() else ()):
+            if not any(len(self._rows[n][0]) == self.examples for n in entered if n in self._rows):
+                continue
+            returned = [n for n in self.tape.returned if self.tape.returned[n] == call]
+            found = [n for n in returned if self._place_of(n) == ROW]
+            changed = []
+            for half in self._halves:
+                chosen = in_turn(half, self.examples)
+                for scale in (*self._scales, 1.0):
+                    instead = {n: ROW.replaced(self.tape.held[n], chosen, scale) for n in found}
+                    lost = self._again(number, instead=instead)[0]
+                    if bool(lost.isfinite().all()):
+                        break
+                changed.append(self._unlike(whole, lost).view(self.examples, -1).any(1))
+            if bool((changed[0] & changed[1]).any()):
+                raise self._mixture(MIXED.format(where=self.tape.table), number)
 
     def _refuse_single(
         self, number: int, whole: Tensor, rows_of: Callable[[Tensor], Tensor], what: str
