@@ -2,6 +2,7 @@
 gradient shows.
 
 Read `watch` (when it is looked) → `trace` (what the loop does with a batch, written down) → `redone` (done again with other
-examples in it). `collating` calls the collate function for other batches of the same rows, `functions` asks a function that
-computes losses, `misfits` are refused before a run, and `guards` notice what a loop does beside the engine.
+examples in it: what must not change) → `others` (who stands in whose place). `collating` calls the collate function for other
+batches of the same rows, `functions` asks a function that computes losses, `misfits` are refused before a run, and `guards`
+notice what a loop does beside the engine.
 """

@@ -6,8 +6,7 @@ alone, a loss or a row that enters the model, is what it was in one of the two, 
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain, product
 from typing import Any
@@ -15,26 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpexp.clipping.independence.comparison import ROUNDING, bits_of
-from dpexp.clipping.operations.others import BROADCASTING
-from dpexp.clipping.survey.layouts import fixed_order
 from dpexp.errors import UntoldError, UserError, without_data
 from dpexp.training.watching.flows import REPEATED, refuse_others, refuse_repeated
-from dpexp.training.watching.lines import name_of
+from dpexp.training.watching.others import ROW, SCALES, Others
 from dpexp.training.watching.owned import WRITTEN
 from dpexp.training.watching.padded import FACTORS, in_padding, padded_further
-from dpexp.training.watching.places import Place, in_turn, is_order, neighbours, rows_changed
 from dpexp.training.watching.trace import Trace
 
-# factors of floating-point numbers in rows that stand in the place of others: the first with which all is finite
-SCALES = 1e3, 3.0
-SORTING = {"sort", "argsort"}
-# where whole numbers are no places of rows
-COUNTING = BROADCASTING | {"lt", "le", "gt", "ge", "eq", "ne"}
 # bytes of what the model returns by which losses are differentiated
 SMALL = 1 << 24
-# a row in front for each example
-ROW = Place(0, 1)
 # lines that are done again for numbers that are made of the whole batch
 WORK = 1 << 11
 
@@ -94,46 +82,9 @@ class Redone:
 
     def __init__(self, trace: Trace, split: int):
         self.trace, self.tape, self.examples = trace, trace.tape, trace.examples
-        order = fixed_order(self.examples, trace.turn).tolist()
-        cut = (self.examples + 1) // 2
-        self._first = split == 0
-        self._halves = [order[:cut], order[cut:]] if self._first else [order[::2], order[1::2]]
-        # which rows of what enters the model, and so of what it returns, change with one half of the examples, and with the other
-        self._changed = [torch.zeros(trace.examples, dtype=torch.bool) for _ in range(2)]
+        self.others = Others(trace, split)
         # numbers of what enters the model, in all its calls; and of what the losses are differentiated by
         self._entered, self._by = list(chain.from_iterable(trace.calls)), list[int]()
-        # where the rows of each example are in what the loop has made of several of each, by how many rows there are
-        self._several: dict[int, Place] = {}
-        # calls that returned a list with an entry for each example, of whatever length
-        calls = Counter(self.tape.returned.values())
-        self._lists = {call for call, entries in calls.items() if entries >= self.examples > 1}
-        uneven = [
-            n
-            for n in self.tape.returned
-            if n in self.tape.held and self.tape.held[n].shape[:1] != (self.examples,)
-        ]
-        # one of entries that are all as long as there are examples may be a row of each
-        even = self._lists - {self.tape.returned[n] for n in uneven}
-        self.tape.unsure.update(n for n, call in self.tape.returned.items() if call in even)
-        self._lists -= even
-        # no line before it goes by what the model has returned: a loop may have thousands, with transforms of each row
-        lines = enumerate(self.tape.lines)
-        uses = (i for i, line in lines if not self.tape.memory.of(line.uses).isdisjoint(self.tape.returned))
-        self._behind_model = next(uses, len(self.tape.lines))
-        # who stands in the place of whom, with each half, where the loop sorts: its orders stay, also of rows that are as long
-        self._chosen = list[list[int]]()
-        self._orders: dict[int, Callable[[Tensor], Tensor]] = {}
-        self._scales: tuple[float, ...] = SCALES
-        if self.examples > 1 and (sorted_by := self._order()) is not None:
-            self._chosen = [neighbours(sorted_by, side, wide=not self._first) for side in (0, 1)]
-            self._halves = [[i for i, other in enumerate(chosen) if i == other] for chosen in self._chosen]
-            self._scales = ()
-        # which rows of what enters change with each half, by number; and what has rows that no size tells
-        self._rows: dict[int, list[Tensor]] = {}
-        self._unplaced: set[int] = set()
-        if trace.as_it_came:
-            for changed, kept in zip(self._changed, self._halves, strict=True):
-                changed[[i for i in range(self.examples) if i not in kept]] = True
 
     def check(self, losses: Tensor) -> bool:
         """Compute again what enters the model, and the losses; see `told_by`."""
@@ -153,8 +104,8 @@ class Redone:
             if losses in trace.known.rowed:
                 return True
             told = not trace.failure and self._look(self.tape.numbers[losses], losses.detach())
-            if told and self._is_blind():
-                trace.failure = "" if self._first else BLIND
+            if told and self.others.is_blind():
+                trace.failure = "" if self.others.first else BLIND
                 return False
             return told
         except UserError:
@@ -176,11 +127,11 @@ class Redone:
             return "they are made by something else than torch's functions"
         refuse_others(self.tape, self.tape.as_it_is(losses), "losses depend")
         for n in self.tape.returned:
-            held, told = self.tape.held[n], self._told_rows(n)
+            held, told = self.tape.held[n], self.others.told_rows(n)
             if told and not (held.dim() and len(told[0][0]) == len(held)):
                 if all(any(bool(rows[half].any()) for rows in told) for half in (0, 1)):
                     raise UserError(UNTOLD.format(shape=list(held.shape), examples=self.examples))
-            elif not told and n in self.tape.untold and self._place_of(n) is None:
+            elif not told and n in self.tape.untold and self.others.place_of(n) is None:
                 return self.tape.untold[n]
         returned = [n for n in self.tape.returned if self.tape.held[n].is_floating_point()]
         self._by = returned if sum(self.tape.held[n].nbytes for n in returned) <= SMALL else []
@@ -188,40 +139,40 @@ class Redone:
 
     def _look(self, number: int, losses: Tensor) -> bool:
         whole, by_chance = self._lost(number)
-        others = [self._lost(number, half)[0] for half in self._halves]
-        changed = [[self._unlike(*pair) for pair in zip(whole, other, strict=True)] for other in others]
+        others = [self._lost(number, half)[0] for half in self.others.halves]
+        changed = [[self.others.unlike(*pair) for pair in zip(whole, other, strict=True)] for other in others]
         mixed = any(bool((one & other).any()) for one, other in zip(*changed, strict=True))
         for i in self._lonely():
             # a count of the classes there are, a maximum: the same in both halves, and not among copies of one example
-            alone = self._unlike(whole[0], self._lost(number, [i])[0][0])
+            alone = self.others.unlike(whole[0], self._lost(number, [i])[0][0])
             mixed |= bool(alone.view(self.examples, -1)[i].any())
-        if mixed and not by_chance and bool(self._unlike(whole[0], losses).any()):
+        if mixed and not by_chance and bool(self.others.unlike(whole[0], losses).any()):
             raise UntoldError("computed again they are others")
         if mixed:
             raise self._mixture(MIXED.format(where=self.tape.table), number)
         if not by_chance:
-            for (lost, *_), kept in zip(changed, self._halves, strict=True):
+            for (lost, *_), kept in zip(changed, self.others.halves, strict=True):
                 # an example that stands in the place of another has the losses of both
                 if int(lost.sum()) > (self.examples - len(kept)) * (len(lost) // self.examples):
                     raise self._mixture(REPEATED, number)
             self._refuse_shared(number, whole[0])
             self._refuse_other_rows(number, whole[0])
         self._refuse_single(number, whole[0], lambda losses: losses.view(self.examples, -1), MIXED)
-        if self._first:
+        if self.others.first:
             self._feel_padding(number, whole[0])
         return bool((changed[0][0] | changed[1][0]).any())
 
     def _lonely(self) -> list[int]:
         """Examples that are looked at among copies of themselves, where all stand in the order of the batch."""
-        left = [self._rows_left(number) for number in range(len(self._halves))]
-        stays = not self._chosen and left == [sorted(half) for half in self._halves]
-        found = [half[0] for half in self._halves] if stays and not self._unplaced else []
-        return [i for i in found if all(self._stands(i, number) for number in self._rows)]
+        left = [self.others.rows_left(number) for number in range(len(self.others.halves))]
+        stays = not self.others.sorted and left == [sorted(half) for half in self.others.halves]
+        found = [half[0] for half in self.others.halves] if stays and not self.others.unplaced else []
+        return [i for i in found if all(self._stands(i, number) for number in self.others.rows)]
 
     def _stands(self, i: int, number: int) -> bool:
         """Whether an example is in its own row of what enters the model: two of a half may have changed places."""
-        whole, alone = self._again(number)[0], self._again(number, [i])[0]
-        return len(whole) != self.examples or not bool(self._unlike(whole, alone)[i])
+        whole, alone = self.others.again(number)[0], self.others.again(number, [i])[0]
+        return len(whole) != self.examples or not bool(self.others.unlike(whole, alone)[i])
 
     def _lost(self, number: int, kept: Sequence[int] | None = None) -> tuple[list[Tensor], bool]:
         """What each example loses, and the gradients of all losses at the rows of what the model returned.
@@ -229,16 +180,16 @@ class Redone:
         A factor of a gradient alone, as in a score function, moves no loss.
         """
         try:
-            losses, gradients, by_chance = self._again(number, kept, by=self._by)
+            losses, gradients, by_chance = self.others.again(number, kept, by=self._by)
         except Exception:
             if kept is not None:
                 raise
             # what autograd cannot go through once more
             self._by = []
-            losses, gradients, by_chance = self._again(number)
+            losses, gradients, by_chance = self.others.again(number)
         rows = [losses]
         for n, gradient in zip(self._by, gradients, strict=True):
-            place = None if self._told_rows(n) else self._place_of(n)
+            place = None if self.others.told_rows(n) else self.others.place_of(n)
             front = gradient.reshape(len(gradient) if gradient.dim() else 1, -1)
             rows.append(front if place is None else place.rows(gradient, self.examples))
         return rows, by_chance
@@ -247,44 +198,38 @@ class Redone:
         """Refuse a number that the model returns or keeps, and that the losses of several examples go by: a mean, detached."""
         for n in self.tape.returned:
             held = self.tape.held[n]
-            if not held.is_floating_point() or self._place_of(n) is not None or self._told_rows(n):
+            if (
+                not held.is_floating_point()
+                or self.others.place_of(n) is not None
+                or self.others.told_rows(n)
+            ):
                 continue
             for place in {0, held.numel() // 2, held.numel() - 1} if held.numel() else ():
                 other = held.clone(memory_format=torch.contiguous_format)
                 other.view(-1)[place] = SCALES[-1] * other.view(-1)[place] + 1
                 try:
-                    lost = self._again(number, instead={n: other})[0]
+                    lost = self.others.again(number, instead={n: other})[0]
                 except Exception:
                     # a target that must be between 0 and 1
                     continue
-                if int(self._unlike(whole, lost).view(self.examples, -1).any(1).sum()) > 1:
+                if int(self.others.unlike(whole, lost).view(self.examples, -1).any(1).sum()) > 1:
                     raise self._mixture(MIXED.format(where=self.tape.table), number)
-
-    def _is_blind(self) -> bool:
-        """Whether no row that enters the model has changed: they are made of others, of which no size tells whose these are."""
-        entered = [*chain(*self._rows.values())]
-        return bool(entered) and not any(bool(rows.any()) for rows in chain(self._changed, entered))
 
     def _refuse_other_rows(self, number: int, whole: Tensor) -> None:
         """Refuse losses that go by several rows of what a call of the model returned, where no row that enters it has changed.
 
         What it returned is replaced alone, so that it does not matter in which order its rows stand.
         """
-        for call, entered in enumerate(self.trace.calls if self._is_blind() else ()):
-            if not any(len(self._rows[n][0]) == self.examples for n in entered if n in self._rows):
+        for call, entered in enumerate(self.trace.calls if self.others.is_blind() else ()):
+            if not any(
+                len(self.others.rows[n][0]) == self.examples for n in entered if n in self.others.rows
+            ):
                 continue
             returned = [n for n in self.tape.returned if self.tape.returned[n] == call]
-            found = [n for n in returned if self._place_of(n) == ROW]
-            changed = []
-            for half in self._halves:
-                chosen = in_turn(half, self.examples)
-                for scale in (*self._scales, 1.0):
-                    instead = {n: ROW.replaced(self.tape.held[n], chosen, scale) for n in found}
-                    lost = self._again(number, instead=instead)[0]
-                    if bool(lost.isfinite().all()):
-                        break
-                changed.append(self._unlike(whole, lost).view(self.examples, -1).any(1))
-            if bool((changed[0] & changed[1]).any()):
+            found = [n for n in returned if self.others.place_of(n) == ROW]
+            lost = [self.others.with_rows(number, found, half) for half in self.others.halves]
+            one, other = (self.others.unlike(whole, each).view(self.examples, -1).any(1) for each in lost)
+            if bool((one & other).any()):
                 raise self._mixture(MIXED.format(where=self.tape.table), number)
 
     def _refuse_single(
@@ -296,13 +241,13 @@ class Redone:
         """
         needed = set[int]()
         self.tape.behind([number], needed)
-        found = sorted(needed & self.tape.single) if self._first else []
+        found = sorted(needed & self.tape.single) if self.others.first else []
         for n in found[-max(1, WORK // len(self.tape.lines)) :]:
             for sign in (0, 1, -1):
                 try:
                     moved = {n: partial(_moved, sign=sign)}
                     other = self.tape.again(number, dict(self.tape.held), moved=moved)[0]
-                    changed = self._unlike(rows_of(whole), rows_of(other))
+                    changed = self.others.unlike(rows_of(whole), rows_of(other))
                 except Exception:
                     # so many rows are not there
                     continue
@@ -315,7 +260,9 @@ class Redone:
         for there, factor in product(trace.padding, FACTORS):
             made = {n: in_padding(self.tape.held[n], there, factor) for n in self.tape.returned}
             instead = {n: tensor for n, tensor in made.items() if tensor is not None}
-            if instead and bool(self._unlike(whole, self._again(number, instead=instead)[0]).any()):
+            if instead and bool(
+                self.others.unlike(whole, self.others.again(number, instead=instead)[0]).any()
+            ):
                 trace.felt.add(there.shape[1])
 
     def _feel_longer(self, number: int, whole: Tensor) -> None:
@@ -326,11 +273,11 @@ class Redone:
             made = {n: padded_further(self.tape.held[n], there) for n in held}
             instead = {n: tensor for n, tensor in made.items() if tensor is not None}
             try:
-                longer = self._again(number, instead=instead)[0] if instead else whole
+                longer = self.others.again(number, instead=instead)[0] if instead else whole
             except Exception:
                 # numbers of this length stand beside it
                 continue
-            if longer.shape == whole.shape and bool(self._unlike(whole, longer).any()):
+            if longer.shape == whole.shape and bool(self.others.unlike(whole, longer).any()):
                 trace.felt.add(there.shape[1])
 
     def _enters_apart(self, number: int) -> bool:
@@ -340,28 +287,28 @@ class Redone:
             UserError: they depend on other examples.
         """
         refuse_others(self.tape, number, "what enters the model depends")
-        whole = self._again(number)[0]
+        whole = self.others.again(number)[0]
         try:
-            others = [self._again(number, half)[0] for half in self._halves]
+            others = [self.others.again(number, half)[0] for half in self.others.halves]
             places = self.trace.rows.possible(whole)
             rows = [[place.rows(t, self.examples) for t in (whole, *others)] for place in places]
         except Exception:
             # nothing that has rows, or that could be done again
             return True
-        if whole.dim() and self._first:
+        if whole.dim() and self.others.first:
             self._feel_longer(number, whole)
         if not places:
             # rows of an example at a time, of some, or beside public ones
-            self._unplaced.add(number)
-            if not self._note_rows(number, whole, others):
+            self.others.unplaced.add(number)
+            if not self.others.note_rows(number, whole, others):
                 raise UserError(UNTOLD.format(shape=list(whole.shape), examples=self.examples))
             return True
         found, fits = [], self.trace.rows.fits(whole)
         for place, (first, *rest) in zip(places, rows, strict=True):
-            changed = [self._unlike(first, other) for other in rest]
+            changed = [self.others.unlike(first, other) for other in rest]
             for row in first[changed[0] & changed[1]]:
                 if place not in fits or all(
-                    self._unlike(row.expand_as(other), other).all() for other in rest
+                    self.others.unlike(row.expand_as(other), other).all() for other in rest
                 ):
                     break
             else:
@@ -369,20 +316,22 @@ class Redone:
         if not found:
             raise self._mixture(ENTERED, number)
         # what entered before, or in another call, has the same example in each row
-        both = [[old | new for old, new in zip(self._changed, changed, strict=True)] for _, changed in found]
+        both = [
+            [old | new for old, new in zip(self.others.changed, changed, strict=True)] for _, changed in found
+        ]
         apart = [i for i, (one, other) in enumerate(both) if not bool((one & other).any())]
         if not apart and not any(bool((one & other).any()) for _, (one, other) in found):
             raise self._mixture(ENTERED, *self._entered)
-        self._changed = both[apart[0]] if apart else self._changed
+        self.others.changed = both[apart[0]] if apart else self.others.changed
         place, here = found[apart[0] if apart else 0]
         self._refuse_single(number, whole, lambda t: place.rows(t, self.examples), ENTERED)
         if place.axis == 0:
-            self._note_rows(number, whole, others)
+            self.others.note_rows(number, whole, others)
         if place not in fits:
-            self._several[len(whole)] = place
+            self.others.several[len(whole)] = place
         if apart and not self.trace.opaque:
             return True
-        return not any(bool(rows[kept].any()) for rows, kept in zip(here, self._halves, strict=True))
+        return not any(bool(rows[kept].any()) for rows, kept in zip(here, self.others.halves, strict=True))
 
     def _mixture(self, what: str, *numbers: int) -> Mixture:
         """An error that says what the tensors with these numbers show."""
@@ -392,33 +341,6 @@ class Redone:
         error.sure = needed.isdisjoint(self.tape.unsure)
         return error
 
-    def _note_rows(self, number: int, whole: Tensor, others: Sequence[Tensor]) -> bool:
-        """Note which rows in front change with each half, and tell whether none does with both."""
-        rows, *changed = (t.reshape(len(t) if t.dim() else 1, -1) for t in (whole, *others))
-        found = [self._unlike(rows, other) for other in changed]
-        apart = not bool((found[0] & found[1]).any())
-        if apart:
-            self._rows[number] = found
-        return apart
-
-    def _place_of(self, number: int) -> Place | None:
-        """Where the rows of each example are in a tensor that was not computed by what is written down."""
-        tensor = self.tape.held[number]
-        if self.tape.returned.get(number) in self._lists or number in self.tape.entries:
-            return None
-        if number in self.tape.returned and tensor.dim() and len(tensor) in self._several:
-            return self._several[len(tensor)]
-        return self.tape.places.get(number)
-
-    def _told_rows(self, number: int) -> list[list[Tensor]]:
-        """Which rows of what the model was given, before it returned a tensor, change with each half; none where sizes tell."""
-        if self.tape.returned.get(number) in {None, *self._lists}:
-            return []
-        held, call = self.tape.held[number], self.trace.calls[self.tape.returned[number]]
-        found = {n: self._rows[n] for n in call if n in self._rows}
-        alike = [rows for rows in found.values() if held.dim() and len(rows[0]) == len(held)]
-        return alike or (list(found.values()) if self._unplaced.issuperset(call) else [])
-
     def _is_chance(self, scaled: Any) -> bool:
         """Whether a number goes by the batch by chance: in arithmetic with an entry of a list, which is of one example; or if a
         mean is over as many numbers as there are examples, and of what the model has returned of one at a time."""
@@ -426,106 +348,15 @@ class Redone:
         needed = set[int]()
         self.tape.behind(self.tape.lines[line].uses, needed)
         returned = needed.intersection(self.tape.returned)
-        listed = len(returned) == 1 and self.tape.returned[min(returned)] in self._lists
+        listed = len(returned) == 1 and self.tape.returned[min(returned)] in self.others.lists
         if listed or not needed.isdisjoint(self.tape.entries):
             # what goes by the batch stands beside all entries
             return sum(place[1:] == scaled[1:] for place in self.trace.sizes.scaled) < self.examples
-        if line < self._behind_model:
+        if line < self.others.behind_model:
             return False
         if name != "mean" or source not in self.trace.sizes.times:
             return False
-        return bool(returned) and all(map(self._told_rows, returned))
-
-    def _again(
-        self,
-        number: int,
-        kept: Sequence[int] | None = None,
-        instead: Mapping[int, Tensor] | None = None,
-        by: Sequence[int] = (),
-    ) -> tuple[Tensor, Sequence[Tensor], bool]:
-        """A tensor, with the examples ``kept`` in the place of the others; the gradients of its sum; whether it met chance.
-
-        Args:
-            number: of the tensor.
-            kept: None: all stay.
-            instead: what stands in the place of tensors with these numbers.
-            by: numbers of the tensors that it is differentiated by.
-        """
-        if kept is None:
-            return self.tape.again(number, self.tape.held | dict(instead or {}), by)
-        moved = self._orders if list(kept) in self._halves else {}
-        for scale in self._scales:
-            try:
-                found = self.tape.again(number, self._with_others(kept, scale), by)
-            except Exception:
-                # a target that must be between 0 and 1
-                continue
-            if scale == self._scales[-1] or bool(found[0].isfinite().all()):
-                return found
-        return self.tape.again(number, self._with_others(kept, 1.0), by, moved)
-
-    def _with_others(self, kept: Sequence[int], scale: float) -> dict[int, Tensor]:
-        """What is held, with the examples ``kept`` in the place of the others; ``scale``: of floating-point numbers there."""
-        there = dict(self.tape.held)
-        half = self._halves.index(list(kept)) if list(kept) in self._halves else None
-        chosen = in_turn(kept, self.examples) if half is None or not self._chosen else self._chosen[half]
-        for n, held in self.tape.held.items():
-            told = [] if half is None else self._told_rows(n)
-            if half is not None and told:
-                # rows that the model was given in another order come back in that order
-                there[n] = rows_changed(held, [rows[half] for rows in told], scale)
-            elif (place := self._place_of(n)) is not None:
-                rows = chosen
-                if half is not None and n in self.tape.returned:
-                    rows = in_turn(self._rows_left(half), self.examples)
-                there[n] = place.replaced(held, rows, scale)
-            elif self.tape.entries.get(n, kept[0]) not in kept:
-                there[n] = self._other_entry(held, scale)
-        return there
-
-    def _order(self) -> list[int] | None:
-        """In which order the loop sorts its examples before they enter the model."""
-        found, derived = list[Tensor](), set[int]()
-        for line in self.tape.lines[: self._behind_model]:
-            name = name_of(line.func)
-            if name in SORTING and line.made and line.own is None:
-                order = self.tape.again(line.made[-1], dict(self.tape.held))[0]
-                if len(order) == self.examples and is_order(order):
-                    found.append(order)
-                    self._orders[line.made[-1]] = partial(_instead, other=order)
-                    derived.add(line.made[-1])
-                    continue
-            used = derived.intersection(line.slots)
-            if used and (name.strip("_") in COUNTING or (line.targets and not used <= self._orders.keys())):
-                # a rank, or the first of all, is what others make it
-                self._orders.clear()
-                return None
-            if line.slots and line.slots[0] in derived:
-                derived.update(line.made)
-        return list(found[0].tolist()) if found else None
-
-    def _other_entry(self, held: Tensor, scale: float) -> Tensor:
-        """What stands in the place of an entry of a list: the same rows in reverse order, or labels that other entries have."""
-        if held.is_floating_point():
-            return scale * held.flip(0) if held.dim() else scale * held
-        entries = [self.tape.held[n] for n in self.tape.entries]
-        low, high = torch.cat([t.flatten() for t in entries if t.dtype == held.dtype]).aminmax()
-        return torch.where(held == high, low, high)
-
-    def _rows_left(self, half: int) -> list[int]:
-        """The examples of one half, as they stand where the model was given them."""
-        return (~self._changed[half]).nonzero().flatten().tolist()
-
-    def _unlike(self, a: Tensor, b: Tensor) -> Tensor:
-        """``[b]``, on the CPU as all that says which rows are whose: which rows are not equal, up to rounding."""
-        a, b = a.double().reshape(len(a), -1), b.double().reshape(len(a), -1)
-        size = a.abs().nan_to_num(posinf=0.0)
-        allowed = ROUNDING[bits_of(self.tape.held.values())][1] * torch.maximum(size, 1e-3 * size.amax(0))
-        return ~((a - b).abs().le(allowed) | (a == b) | (a.isnan() & b.isnan())).all(1).cpu()
-
-
-def _instead(tensor: Tensor, other: Tensor) -> Tensor:
-    return other
+        return bool(returned) and all(map(self.others.told_rows, returned))
 
 
 def _moved(number: Tensor, sign: int) -> Tensor:
