@@ -463,51 +463,6 @@ def test_rows_that_are_shuffled_are_no_mixture_in_small_batches_either(tmp_path)
     assert train(make(tmp_path), 3, losses=losses).finished
 
 
-def end_to_end(rows):
-    return {
-        "x": torch.cat([row for row, _ in rows]),
-        "lengths": torch.tensor([len(row) for row, _ in rows]),
-        "y": torch.tensor([y for _, y in rows]),
-    }
-
-
-def trained_end_to_end(folder, steps, besides=lambda out: 0.0):
-    """A loop that splits its batch by the lengths of its examples; ``besides``: what it adds to their losses."""
-    torch.manual_seed(0)
-    rows = [(torch.randn(int(torch.randint(2, 8, ())), 10), i % 3) for i in range(60)]
-
-    def losses(engine, batch):
-        parts = batch["x"].split(batch["lengths"].tolist())
-        out = engine.model(torch.stack([part.mean(0) for part in parts]))
-        return cross_entropy(out, batch["y"], reduction="none") + besides(out)
-
-    engine = make(folder, dataset=rows, data_name="rows", steps=steps)
-    return train(engine, 6, losses=losses, collate_fn=end_to_end)
-
-
-def test_means_of_rows_end_to_end_are_of_their_own_lengths(tmp_path):
-    """Which may be as many as there are examples, in one batch and in another."""
-    assert trained_end_to_end(tmp_path, 16).finished
-
-
-OTHERS_OUTPUTS = {
-    "distances to others": lambda out: torch.cdist(out.detach(), out.detach()).sum(1),
-    "the load of all": lambda out: (out * out.detach().softmax(1).mean(0)).sum(1),
-}
-
-
-@pytest.mark.parametrize("besides", OTHERS_OUTPUTS.values(), ids=OTHERS_OUTPUTS)
-def test_outputs_of_rows_end_to_end_are_not_mixed(tmp_path, besides):
-    """Whose rows they are made of no size tells, and yet a loss goes by one of them."""
-    with pytest.raises(UserError, match="mixes examples: the loss of one changes when the others"):
-        trained_end_to_end(tmp_path, 3, besides)
-
-
-def test_rows_end_to_end_that_the_loop_splits_are_said_not_to_be_looked_at(tmp_path):
-    notes = trained_end_to_end(tmp_path, 2).clipper.notes
-    assert any("nothing tells whose they are; what it returned was looked at" in note for note in notes)
-
-
 def test_means_of_entries_of_a_list_are_of_their_own_lengths(tmp_path):
     torch.manual_seed(0)
     rows = [(torch.randn(int(torch.randint(2, 8, ())), 10), i % 3) for i in range(60)]

@@ -22,9 +22,9 @@ from dpexp.errors import UserError
 from dpexp.training.own_loop.arguments import check_numbers
 from dpexp.training.own_loop.units import Units
 from dpexp.training.steps import Steps
-from dpexp.training.watching.collating import Collation, example_axes
+from dpexp.training.watching.collating import Collation
 from dpexp.training.watching.guards import GradientGuard, GuardedOptimizer, OneAtATime, StepGuard
-from dpexp.training.watching.padded import padding_of
+from dpexp.training.watching.layout import layout_of
 from dpexp.training.watching.reading import reading_alone
 from dpexp.training.watching.watch import LossWatch
 
@@ -154,7 +154,7 @@ class OwnLoop:
         # before the watch notes where the generators stand
         self.steps.seeds.made()
         step = self.steps.taken, self.steps.attempt
-        self._watch.begin(batch, count, partial(example_axes, *made), partial(padding_of, *made), step)
+        self._watch.begin(batch, count, partial(layout_of, *made), step)
         self._served = False
         return batch
 

@@ -9,12 +9,13 @@ from itertools import chain
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from dpexp.clipping.independence.comparison import ROUNDING, bits_of
 from dpexp.clipping.operations.others import BROADCASTING
 from dpexp.clipping.survey.layouts import fixed_order
 from dpexp.training.watching.lines import name_of
-from dpexp.training.watching.places import Place, in_turn, is_order, neighbours, rows_changed
+from dpexp.training.watching.places import EndToEnd, Place, in_turn, is_order, neighbours, rows_changed
 from dpexp.training.watching.trace import Trace
 
 # factors of floating-point numbers in rows that stand in the place of others: the first with which all is finite
@@ -39,6 +40,7 @@ class Others:
         changed: which rows of what enters the model, and so of what it returns, change with one half, and with the other.
         rows: which rows of what enters change with each half, by number.
         unplaced: numbers of what enters and has rows that no size tells.
+        ends: numbers of what enters and is made of rows that lie end to end, and lies so itself.
         several: where the rows of each example are in what the loop has made of several of each, by how many rows there are.
         lists: calls that returned a list with an entry for each example, of whatever length.
         behind_model: no line before this one goes by what the model has returned.
@@ -77,6 +79,8 @@ class Others:
             self._scales = ()
         self.rows: dict[int, list[Tensor]] = {}
         self.unplaced: set[int] = set()
+        self.ends: set[int] = set()
+        self._ends = {n for n, place in self.tape.places.items() if isinstance(place, EndToEnd)}
         if trace.as_it_came:
             for changed, kept in zip(self.changed, self.halves, strict=True):
                 changed[[i for i in range(self.examples) if i not in kept]] = True
@@ -145,14 +149,15 @@ class Others:
                 there[n] = self._other_entry(held, scale)
         return there
 
-    def place_of(self, number: int) -> Place | None:
+    def place_of(self, number: int) -> Place | EndToEnd | None:
         """Where the rows of each example are in a tensor that was not computed by what is written down."""
         tensor = self.tape.held[number]
         if self.tape.returned.get(number) in self.lists or number in self.tape.entries:
             return None
         if number in self.tape.returned and tensor.dim() and len(tensor) in self.several:
             return self.several[len(tensor)]
-        return self.tape.places.get(number)
+        place = self.tape.places.get(number)
+        return None if isinstance(place, EndToEnd) and number not in self._ends else place
 
     def told_rows(self, number: int) -> list[list[Tensor]]:
         """Which rows of what the model was given, before it returned a tensor, change with each half; none where sizes tell."""
@@ -177,10 +182,36 @@ class Others:
         """Whether the loop sorts its examples before they enter the model."""
         return bool(self._chosen)
 
+    def of_ends(self, number: int) -> bool:
+        """Whether a tensor is made of rows that lie end to end in the batch."""
+        needed = set[int]()
+        self.tape.behind([number], needed)
+        return not self._ends.isdisjoint(needed)
+
+    def by_half(self, number: int, tensor: Tensor) -> Tensor:
+        """``[2, …]``: the rows in front that change with one half, and with the other."""
+        rows = [tensor[changed.to(tensor.device)].flatten() for changed in self.rows[number]]
+        return pad_sequence(rows, batch_first=True)
+
+    def settle(self, entered: Sequence[int]) -> None:
+        """Leave rows that lie end to end as they are where, with others in their place, another number of them would enter."""
+        for number in filter(self.of_ends, entered):
+            try:
+                sizes = {self.again(number, kept)[0].shape for kept in (None, *self.halves)}
+            except Exception:
+                sizes = set()
+            if len(sizes) != 1:
+                self._ends.clear()
+
     def is_blind(self) -> bool:
         """Whether no row that enters the model has changed: they are made of others, of which no size tells whose these are."""
         entered = [*chain(*self.rows.values())]
         return bool(entered) and not any(bool(rows.any()) for rows in chain(self.changed, entered))
+
+    def in_any_order(self, entered: Sequence[int]) -> bool:
+        """Whether nothing tells in which order a call has returned a row for each example; ``entered``: what it was given."""
+        each = any(len(self.rows[n][0]) == self.examples for n in entered if n in self.rows)
+        return not self.ends.isdisjoint(entered) or (each and self.is_blind())
 
     def rows_left(self, half: int) -> list[int]:
         """The examples of one half, as they stand where the model was given them."""

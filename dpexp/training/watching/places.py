@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import cycle, islice
+from itertools import accumulate, cycle, islice
 from typing import Any
 
 import torch
@@ -47,22 +47,58 @@ class Place:
         return rows_of(tensor, self.axis, rows, rows != torch.arange(len(rows)), scale)
 
 
+@dataclass(frozen=True)
+class EndToEnd:
+    """Where the rows of each example are in a tensor that holds those of all end to end.
+
+    Attributes:
+        sizes: how many each has.
+    """
+
+    sizes: tuple[int, ...]
+
+    def replaced(self, tensor: Tensor, chosen: Sequence[int], scale: float) -> Tensor:
+        """As `Place.replaced`; each example keeps its size, and gets the rows of the other over and over, if that has any."""
+        parts = torch.arange(len(tensor)).split(self.sizes)
+        others = (parts[other if self.sizes[other] else i] for i, other in enumerate(chosen))
+        rows = [
+            torch.tensor(list(islice(cycle(other.tolist()), len(part))), dtype=torch.long)
+            for part, other in zip(parts, others, strict=True)
+        ]
+        changes = torch.tensor([i != other for i, other in enumerate(chosen)])
+        return rows_of(tensor, 0, torch.cat(rows), changes.repeat_interleave(torch.tensor(self.sizes)), scale)
+
+    def told_by(self, tensor: Tensor) -> bool:
+        """Whether a tensor says how many rows each example has, or where these begin or end."""
+        if tensor.dim() != 1 or len(tensor) != len(self.sizes) or tensor.is_floating_point():
+            return False
+        ends = tuple(accumulate(self.sizes))
+        return tuple(tensor.tolist()) in (self.sizes, ends, (0, *ends[:-1]))
+
+
 class Places:
     """The places that sizes allow in the tensors of one batch.
 
     Args:
         examples: how many it has.
         rows_per_example: rows that it may have of each.
-        axes: of tensors of the batch, the dimension in which its examples stand, where that is known.
+        axes, ends: see `layout.Layout`.
     """
 
-    def __init__(self, examples: int, rows_per_example: int, axes: WeakIdKeyDictionary):
+    def __init__(
+        self, examples: int, rows_per_example: int, axes: WeakIdKeyDictionary, ends: WeakIdKeyDictionary
+    ):
         self.examples, self._times, self.axes = examples, {1, rows_per_example}, axes
+        self.ends = WeakIdKeyDictionary()
+        # as many rows of each as they may have are a dimension
+        self.ends.update({t: place for t, place in ends.items() if t not in axes or not self.fits(t)})
         # where the examples stand in all that has several dimensions, as far as is known
         self._usual = {axis for tensor, axis in axes.items() if tensor.dim() > 1}
 
     def fits(self, tensor: Tensor) -> list[Place]:
         """Dimensions that may be the batch, with the rows that each example would have there."""
+        if tensor in self.ends:
+            return []
         return [
             Place(axis, times)
             for axis, size in enumerate(tensor.shape)
@@ -70,12 +106,17 @@ class Places:
             if size == self.examples * times and self.axes.get(tensor, axis) == axis
         ]
 
-    def likely(self, tensor: Tensor, returned: bool) -> tuple[list[Place], bool]:
+    def likely(self, tensor: Tensor, returned: bool) -> tuple[list[Place] | list[EndToEnd], bool]:
         """Find where the rows are, and whether that is sure: in front, or where the collate function has told.
 
         Args:
             tensor: of the batch, or what the model has ``returned``, which may have several rows of each example.
         """
+        if tensor in self.ends and not returned:
+            return [self.ends[tensor]], True
+        if any(ends.told_by(tensor) for ends in self.ends.values()):
+            # these rows go where they are, whatever they are
+            return [], True
         fits = self.fits(tensor)
         usual = [place for place in fits if self._usual == {place.axis}]
         front = any(place.axis == 0 for place in fits)
@@ -134,10 +175,13 @@ def is_order(tensor: Tensor) -> bool:
     return bool((tensor.sort().values == torch.arange(len(tensor), device=tensor.device)).all())
 
 
-def entries(batch: Any, examples: int, times: Collection[int]) -> Iterator[tuple[Tensor, int]]:
+def entries(
+    batch: Any, examples: int, times: Collection[int], placed: Collection[Tensor]
+) -> Iterator[tuple[Tensor, int]]:
     """Yield the tensors of lists with an entry for each example, as long as it likes, and whose they are.
 
-    Inputs and targets are two tensors, too: of as many rows as two examples have, one or several `times` each.
+    Inputs and targets are two tensors, too: of as many rows as two examples have, one or several `times` each, or with rows of
+    all examples, ``placed``.
     """
     if isinstance(batch, Mapping):
         batch = list(batch.values())
@@ -145,8 +189,9 @@ def entries(batch: Any, examples: int, times: Collection[int]) -> Iterator[tuple
         return
     tensors = [part for part in batch if isinstance(part, Tensor)]
     rows = [(examples * number,) for number in times]
-    if len(tensors) == len(batch) == examples and any(t.shape[:1] not in rows for t in tensors):
+    one_each = len(tensors) == len(batch) == examples and not any(t in placed for t in tensors)
+    if one_each and any(t.shape[:1] not in rows for t in tensors):
         yield from zip(tensors, range(examples), strict=True)
     else:
         for part in batch:
-            yield from entries(part, examples, times)
+            yield from entries(part, examples, times, placed)

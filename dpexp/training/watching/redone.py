@@ -19,6 +19,7 @@ from dpexp.training.watching.flows import REPEATED, refuse_others, refuse_repeat
 from dpexp.training.watching.others import ROW, SCALES, Others
 from dpexp.training.watching.owned import WRITTEN
 from dpexp.training.watching.padded import FACTORS, in_padding, padded_further
+from dpexp.training.watching.places import Place
 from dpexp.training.watching.trace import Trace
 
 # bytes of what the model returns by which losses are differentiated
@@ -119,6 +120,7 @@ class Redone:
 
     def _failure(self, losses: Tensor) -> str:
         """Why the losses cannot be looked at; what enters the model is."""
+        self.others.settle(self._entered)
         if not all(map(self._enters_apart, dict.fromkeys(self._entered))):
             return "rows enter the model in an order that goes by the batch"
         if losses in self.trace.known.rowed:
@@ -150,17 +152,18 @@ class Redone:
             raise UntoldError("computed again they are others")
         if mixed:
             raise self._mixture(MIXED.format(where=self.tape.table), number)
+        moved = bool((changed[0][0] | changed[1][0]).any())
         if not by_chance:
             for (lost, *_), kept in zip(changed, self.others.halves, strict=True):
                 # an example that stands in the place of another has the losses of both
                 if int(lost.sum()) > (self.examples - len(kept)) * (len(lost) // self.examples):
                     raise self._mixture(REPEATED, number)
             self._refuse_shared(number, whole[0])
-            self._refuse_other_rows(number, whole[0])
+            moved |= self._refuse_other_rows(number, whole[0])
         self._refuse_single(number, whole[0], lambda losses: losses.view(self.examples, -1), MIXED)
         if self.others.first:
             self._feel_padding(number, whole[0])
-        return bool((changed[0][0] | changed[1][0]).any())
+        return moved
 
     def _lonely(self) -> list[int]:
         """Examples that are looked at among copies of themselves, where all stand in the order of the batch."""
@@ -191,7 +194,7 @@ class Redone:
         for n, gradient in zip(self._by, gradients, strict=True):
             place = None if self.others.told_rows(n) else self.others.place_of(n)
             front = gradient.reshape(len(gradient) if gradient.dim() else 1, -1)
-            rows.append(front if place is None else place.rows(gradient, self.examples))
+            rows.append(place.rows(gradient, self.examples) if isinstance(place, Place) else front)
         return rows, by_chance
 
     def _refuse_shared(self, number: int, whole: Tensor) -> None:
@@ -215,15 +218,14 @@ class Redone:
                 if int(self.others.unlike(whole, lost).view(self.examples, -1).any(1).sum()) > 1:
                     raise self._mixture(MIXED.format(where=self.tape.table), number)
 
-    def _refuse_other_rows(self, number: int, whole: Tensor) -> None:
-        """Refuse losses that go by several rows of what a call of the model returned, where no row that enters it has changed.
+    def _refuse_other_rows(self, number: int, whole: Tensor) -> bool:
+        """Refuse losses that go by several rows of what a call of the model returned, where nothing tells their order.
 
-        What it returned is replaced alone, so that it does not matter in which order its rows stand.
+        What it returned is replaced alone: in which order does not matter then. Returns whether losses have changed.
         """
-        for call, entered in enumerate(self.trace.calls if self.others.is_blind() else ()):
-            if not any(
-                len(self.others.rows[n][0]) == self.examples for n in entered if n in self.others.rows
-            ):
+        moved = False
+        for call, entered in enumerate(self.trace.calls):
+            if not self.others.in_any_order(entered):
                 continue
             returned = [n for n in self.tape.returned if self.tape.returned[n] == call]
             found = [n for n in returned if self.others.place_of(n) == ROW]
@@ -231,6 +233,8 @@ class Redone:
             one, other = (self.others.unlike(whole, each).view(self.examples, -1).any(1) for each in lost)
             if bool((one & other).any()):
                 raise self._mixture(MIXED.format(where=self.tape.table), number)
+            moved |= bool((one | other).any())
+        return moved
 
     def _refuse_single(
         self, number: int, whole: Tensor, rows_of: Callable[[Tensor], Tensor], what: str
@@ -297,6 +301,12 @@ class Redone:
             return True
         if whole.dim() and self.others.first:
             self._feel_longer(number, whole)
+        if self.others.of_ends(number) and not self.trace.rows.fits(whole):
+            if not self.others.note_rows(number, whole, others):
+                raise self._mixture(ENTERED, number)
+            self.others.ends.add(number)
+            self._refuse_single(number, whole, partial(self.others.by_half, number), ENTERED)
+            return True
         if not places:
             # rows of an example at a time, of some, or beside public ones
             self.others.unplaced.add(number)

@@ -32,7 +32,7 @@ from dpexp.training.watching.lines import (
 )
 from dpexp.training.watching.memory import Memory
 from dpexp.training.watching.owned import Owned
-from dpexp.training.watching.places import Place, Places, is_order
+from dpexp.training.watching.places import EndToEnd, Place, Places, is_order
 from dpexp.training.watching.sizes import Sizes
 
 # what they return is real, whole numbers though they are given
@@ -123,7 +123,7 @@ class Tape:
         self.lines: list[Line] = []
         self.numbers = WeakIdKeyDictionary()
         self.held: dict[int, Tensor] = {}
-        self.places: dict[int, Place] = {}
+        self.places: dict[int, Place | EndToEnd] = {}
         self.written: set[int] = set()
         self.returned: dict[int, int] = {}
         self.untold: dict[int, str] = {}

@@ -23,6 +23,7 @@ from dpexp.errors import UntoldError, UserError, without_data
 from dpexp.training.generators import Drawn
 from dpexp.training.watching.aliases import Aliases
 from dpexp.training.watching.flows import EARLIER, REPEATED
+from dpexp.training.watching.layout import Layout
 from dpexp.training.watching.lines import (
     COMING,
     DIFFERENTIATING,
@@ -42,7 +43,6 @@ from dpexp.training.watching.lines import (
 from dpexp.training.watching.listening import listening
 from dpexp.training.watching.modes import put_below, unwrapped
 from dpexp.training.watching.owned import Owned
-from dpexp.training.watching.padded import Padding
 from dpexp.training.watching.places import Places, entries
 from dpexp.training.watching.sizes import Sizes
 from dpexp.training.watching.tape import Known, Tape
@@ -72,9 +72,8 @@ class Trace(TorchFunctionMode):
         rows_per_example: rows that it may have of each.
         before: `Known.private` of an earlier trace.
         outside: parameters are added to it that the batch goes through and that are not the model's.
-        axes: of tensors of the batch, the dimension in which its examples stand, where that is known.
+        layout: of the batch.
         data: the tensors that the rows of the data set stand in, where it has some.
-        padding: see `padded.padding_of`.
         fractions: of the batch before, see `Sizes`.
         turn: number of the batch; each is cut in other halves, as what is even in one of them is not in all.
 
@@ -102,20 +101,19 @@ class Trace(TorchFunctionMode):
         rows_per_example: int,
         before: Marks,
         outside: WeakIdKeyDictionary,
-        axes: WeakIdKeyDictionary,
+        layout: Layout,
         data: Iterable[Tensor],
-        padding: Padding,
         fractions: Sequence[float],
         turn: int,
     ):
         super().__init__()
-        self.padding = padding
+        self.padding = layout.padding
         self.felt: set[int] = set()
         self.drawn_by: list[torch.Generator] = []
         self.drawn, self.chance = 0, Drawn()
         self.model, self.examples, self.turn = model, examples, turn
         # which dimensions may be the batch
-        self.rows = Places(examples, rows_per_example, axes)
+        self.rows = Places(examples, rows_per_example, layout.axes, layout.ends)
         self.sizes = Sizes(examples, rows_per_example, fractions)
         self.failure, self.lasting = "", False
         self.watching, self.opaque, self.public = False, False, False
@@ -135,13 +133,15 @@ class Trace(TorchFunctionMode):
         self._of_batch, self._old_inside = True, False
         self._open = ExitStack()
         self.shapes = [tensor.shape for tensor in tensors_in(batch)]
-        self.known.listed.update(dict(entries(batch, examples, self.sizes.times)))
+        placed = WeakIdKeyDictionary(layout.axes | layout.ends)
+        self.known.listed.update(dict(entries(batch, examples, self.sizes.times, placed)))
         self._have_rows(tensors_in(batch))
         self._batch = WeakIdKeyDictionary(dict.fromkeys(tensors_in(batch)))
         # of what else a batch may hold, nobody sees what is read
         self.whole = all(isinstance(leaf, Tensor) for leaf in tree_leaves(batch))
         self.used = not self._batch or not self.whole
-        known, facts = self.known, (self.known.listed, self.known.returned, self._batch, self.rows.axes)
+        known, told = self.known, (self.rows.axes, self.rows.ends)
+        facts = self.known.listed, self.known.returned, self._batch, *told
         self._told = (self.tape.numbers, known.rowed, known.within, known.told)
         self._aliases = Aliases([*self._told, known.private, *facts])
         for tensor in tensors_in(batch):
@@ -221,9 +221,10 @@ class Trace(TorchFunctionMode):
             return
         self._met |= any(t in self.known.rowed or self.tape.knows(t) for t in entering)
         for tensor in entering:
-            if tensor in self.known.rowed and tensor not in self.tape.numbers:
+            ends = tensor in self.rows.ends
+            if tensor in self.known.rowed and tensor not in self.tape.numbers and not ends:
                 self.as_it_came |= len(self.rows.fits(tensor)) == 1
-            elif self.tape.knows(tensor):
+            elif ends or self.tape.knows(tensor):
                 if (number := self._tried(self.tape.as_it_is, tensor)) is not None:
                     self.calls[-1].append(number)
             elif self.known.is_old(tensor):

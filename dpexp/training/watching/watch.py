@@ -19,8 +19,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from dpexp.clipping.survey.layouts import due
 from dpexp.errors import UserError
 from dpexp.training.watching.beside import Beside
+from dpexp.training.watching.layout import Layout
 from dpexp.training.watching.lines import Marks
-from dpexp.training.watching.padded import Padding
 from dpexp.training.watching.redone import Mixture, told_by
 from dpexp.training.watching.sizes import ENOUGH, goes_by_size
 from dpexp.training.watching.trace import Trace
@@ -126,11 +126,10 @@ class LossWatch:
         self,
         batch: Any,
         examples: int,
-        axes: Callable[[], WeakIdKeyDictionary],
-        padding: Callable[[], Padding],
+        layout: Callable[[], Layout],
         step: Hashable,
     ) -> None:
-        """Watch what is done with a batch of a step from here on, if it is time to; ``axes``, ``padding``: see `Trace`."""
+        """Watch what is done with a batch of a step from here on, if it is time to; ``layout``: of the batch."""
         self.end()
         self._batches += 1
         self._looped += 1
@@ -148,9 +147,8 @@ class LossWatch:
                 self.rows_per_example,
                 self._before,
                 self.outside,
-                axes(),
+                layout(),
                 self.data,
-                padding(),
                 fractions,
                 self._batches,
             )
