@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from dpexp.training.watching.collating import Collate, collated, example_axes, leaves_of
+from dpexp.clipping.tapping.forwards import tensors_in
+from dpexp.training.watching.collating import Collate, collated, example_axes
 from dpexp.training.watching.padded import Padding, padding_of
 from dpexp.training.watching.places import EndToEnd
 
@@ -49,14 +50,14 @@ def _ends_of(
 ) -> WeakIdKeyDictionary:
     """Find the tensors that are what their examples become alone, one behind the other."""
     found, rows = WeakIdKeyDictionary(), len(examples) // units
-    whole = [] if batch is None else leaves_of(batch)
+    whole = list(tensors_in(batch))
     left = [place for place, tensor in enumerate(whole) if tensor.dim() and _may_be(tensor, units, axes)]
     if units == 1 or not left:
         return found
     alone = list[list[Tensor]]()
     for first in range(0, len(examples), rows):
         one = collated(collate_fn, examples[first : first + rows])
-        alone.append([] if one is None else leaves_of(one))
+        alone.append(list(tensors_in(one)))
         if len(alone[-1]) != len(whole):
             return found
     for place in left:
