@@ -143,6 +143,19 @@ def _of_peft(module: nn.Module) -> str | None:
     )
 
 
+def _of_bitsandbytes(module: nn.Module) -> str | None:
+    """Of eight bits with a threshold (LLM.int8()); bitsandbytes need not be installed."""
+    kind = type(module)
+    if kind.__name__ != "Linear8bitLt" or not kind.__module__.startswith("bitsandbytes."):
+        return None
+    if not getattr(getattr(module, "state", None), "threshold", 0.0):
+        return None
+    return (
+        "a GPU multiplies whole columns of the batch in 16 bits as soon as one number of a column passes the threshold, so what "
+        "an example gets depends on the others: load the model with BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)"
+    )
+
+
 def refusal(module: nn.Module) -> str | None:
     """Say why a module cannot be part of a clipped model, and the way out; None where nothing speaks against it.
 
@@ -151,7 +164,7 @@ def refusal(module: nn.Module) -> str | None:
     for cls, reason in REFUSALS.items():
         if isinstance(module, cls):
             return reason(module)
-    return _of_peft(module)
+    return _of_peft(module) or _of_bitsandbytes(module)
 
 
 def refuse_lazy(model: nn.Module) -> None:

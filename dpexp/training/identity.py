@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.utils.data import Subset, TensorDataset
 
 from dpexp import native, provenance
+from dpexp.clipping.independence.comparison import held_in
+from dpexp.clipping.sharding import is_shard
 from dpexp.durable import read_json, write_json
 from dpexp.errors import UserError
 from dpexp.parallel import Ranks
@@ -242,7 +244,8 @@ def _a_few_of(dataset: Any, key: bytes) -> str:
 def model_identity(model: nn.Module) -> tuple[dict[str, str], bytes]:
     """Name, shape and dtype of what trains, and a checksum of what is frozen (with all buffers left out)."""
     trained = {name: f"{list(p.shape)} {p.dtype}" for name, p in model.named_parameters() if p.requires_grad}
-    return trained, checksum(p for p in model.parameters() if not p.requires_grad)
+    frozen = [p for p in model.parameters() if not p.requires_grad]
+    return trained, checksum(part for p in frozen for part in ([p] if is_shard(p) else held_in(p)))
 
 
 class _Unknown(Exception):

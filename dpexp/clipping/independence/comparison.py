@@ -165,11 +165,15 @@ def same_buffer(before: Tensor, now: Tensor | None, rtol: float = 1e-5, atol: fl
 
 
 def held_in(tensor: Tensor) -> list[Tensor]:
-    """Return the dense tensors that hold what a tensor is: of a sparse one, where its values stand, and the values last."""
+    """Return the dense tensors that hold what a tensor is: of a sparse one, where its values stand, and the values last; of one
+    that stands for others (quantised weights), these; of a shard, what is here."""
     if tensor.is_meta:
         return []
     if tensor.is_nested:
         return list(tensor.unbind())
+    if hasattr(tensor, "__tensor_flatten__"):
+        names, _ = tensor.__tensor_flatten__()
+        return [part for name in names for part in held_in(getattr(tensor, name))]
     if tensor.layout == torch.sparse_coo:
         return [tensor._indices(), tensor._values()]
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):

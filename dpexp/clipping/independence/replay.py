@@ -26,7 +26,7 @@ from dpexp.clipping.given import modules_of
 from dpexp.clipping.gradients.numerics import all_full_precision, has_generator
 from dpexp.clipping.independence.arguments import Inputs, changed, copied, leaves
 from dpexp.clipping.independence.chance import Chance, Draw, WithoutChance
-from dpexp.clipping.independence.comparison import Places, same_buffer
+from dpexp.clipping.independence.comparison import Places, held_in, same_buffer
 from dpexp.clipping.independence.state import State
 from dpexp.clipping.sharding import held_as_it_is, is_shard
 from dpexp.clipping.tapping.forwards import tensors_in
@@ -341,10 +341,17 @@ def fingerprints(model: nn.Module) -> dict[str, Tensor]:
     Of shards there are none: whole in a forward and cut behind it, they are no signs of writing.
     """
     return {
-        name: torch.stack([p.detach().sum(), *p.detach().aminmax()])
+        name: torch.stack(
+            [n for t in map(_countable, held_in(p.detach())) if t.numel() for n in (t.sum(), *t.aminmax())]
+        )
         for name, p in model.named_parameters()
         if p.is_floating_point() and p.numel() and not is_shard(p)
     }
+
+
+def _countable(tensor: Tensor) -> Tensor:
+    """As it is, or, of a float of 8 bits, its bytes: of the former there is no sum."""
+    return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
 
 
 @contextmanager

@@ -208,10 +208,8 @@ class GradientGuard:
 
 def few_numbers(weight: Tensor) -> Tensor | None:
     """Return at most 64 numbers of what this process has of a weight, as a view; None where it has none."""
-    local = weight.detach()
-    if hasattr(local, "to_local"):
-        local = local.to_local()
-    if local.is_meta or not local.numel():
+    local = next(reversed(held_in(weight.detach())), None)
+    if local is None or not local.numel():
         return None
     # the first place along every other axis, whatever the strides
     return local[(0,) * (local.ndim - 1) + (slice(64),)] if local.ndim else local[None]
@@ -291,8 +289,7 @@ class StepGuard:
             if row is not None:
                 taken.setdefault((row.device, row.dtype), []).append(row)
         buffers = (module._buffers.get(name) for module, name, _ in self._kept)
-        held = [[] if buffer is None else held_in(buffer) for buffer in buffers]
-        kept = [few_numbers(parts[-1]) if parts else None for parts in held]
+        kept = [None if buffer is None else few_numbers(buffer) for buffer in buffers]
         empty = torch.zeros(0)
         return [torch.cat(rows) for rows in taken.values()] + [
             empty if row is None else row.clone() for row in kept

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from dpexp.clipping.independence.comparison import held_in
 from dpexp.clipping.sharding import parts_of
 from dpexp.errors import UserError
 
@@ -22,8 +23,8 @@ def moved_by(optimizer: torch.optim.Optimizer) -> set[int]:
 
 def _finite(parameter: nn.Parameter) -> bool:
     """Whether what this process holds of a parameter is numbers."""
-    local = getattr(parameter, "to_local", lambda: parameter)()
-    return local.is_meta or bool(local.isfinite().all())
+    parts = [part for part in held_in(parameter) if part.dtype in FLOATS]
+    return all(bool(part.isfinite().all()) for part in parts)
 
 
 def refuse_misfits(optimizer: torch.optim.Optimizer, scheduler: Any, model: nn.Module) -> None:
@@ -43,7 +44,7 @@ def refuse_misfits(optimizer: torch.optim.Optimizer, scheduler: Any, model: nn.M
             f"{missing[0]} is trainable, and not in the optimizer ({len(missing)} such parameters): its share of the noise would "
             "be paid for nothing. Give it to the optimizer, or freeze it with requires_grad_(False)"
         )
-    if broken := [name for name, p in model.named_parameters() if p.dtype in FLOATS and not _finite(p)]:
+    if broken := [name for name, p in model.named_parameters() if not _finite(p)]:
         raise UserError(
             f"{len(broken)} tensors of the model hold NaN or infinity, {broken[0]} for one: nothing can be learnt from "
             "there, and every step would be charged. Load its weights again"
