@@ -173,7 +173,9 @@ def held_in(tensor: Tensor) -> list[Tensor]:
         return list(tensor.unbind())
     if hasattr(tensor, "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()
-        return [part for name in names for part in held_in(getattr(tensor, name))]
+        # a shard has its mesh there, too
+        inner = [part for name in names if isinstance(part := getattr(tensor, name), Tensor)]
+        return [part for tensor in inner for part in held_in(tensor)]
     if tensor.layout == torch.sparse_coo:
         return [tensor._indices(), tensor._values()]
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
