@@ -247,7 +247,7 @@ class Steps:
             count = -(-most // size)
         # an example of the batch, or any where it is empty, fills the gap without weight
         self.borrowed = count - len(pieces)
-        pieces += [drawn[:1] if len(drawn) else np.zeros(1, np.int64)] * self.borrowed
+        pieces = pieces + [drawn[:1] if len(drawn) else np.zeros(1, np.int64)] * self.borrowed
         self._left = max(1, len(pieces))
         return pieces
 
