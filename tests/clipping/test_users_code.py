@@ -20,10 +20,10 @@ from dpexp.clipping.loop import LOOPED
 from dpexp.clipping.methods.microbatches import MicrobatchClipper
 from dpexp.clipping.methods.projected import ProjectedClipper
 from dpexp.errors import UserError
+from tests.clipping.exact_steps import WIDTH, exact, rows, square
 from tests.clipping.test_engines import expected
 from tests.clipping.test_followed_parameters import own
 from tests.clipping.test_unusual_inputs import Batch
-from tests.clipping.test_unusual_models import WIDTH, exact, rows, square
 
 D = WIDTH
 ENGINES = ["auto", "ghost", "loop"]
