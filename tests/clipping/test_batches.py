@@ -17,10 +17,9 @@ from torch import Tensor, nn
 from dpexp.clipping import attach
 from dpexp.clipping.loop import LOOPED
 from dpexp.errors import UserError
-from tests.clipping.exact_steps import rows, square
+from tests.clipping.exact_steps import ENGINES, Batch, D, exact_in_company, rows, square
 from tests.clipping.naive import weighted_passes
-from tests.clipping.test_unusual_inputs import Batch, Own, linears
-from tests.clipping.test_users_code import ENGINES, D, exact_in_company
+from tests.clipping.test_unusual_inputs import Own, linears
 from tests.versions import needs_torch
 
 
