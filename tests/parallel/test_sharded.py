@@ -28,7 +28,7 @@ from dpexp.tasks.target_loss import example_losses
 from tests.parallel.cases import EXAMPLES, MODELS, Case, check_same, dataset, losses, made, run, whole
 from tests.parallel.pool import run_ranks
 from tests.pipeline.models import batch_of, language_model
-from tests.training.test_own_losses import Balanced
+from tests.training.mixing_tasks import Balanced
 from tests.training.tiny import make_trainer, tiny_run, train
 from tests.versions import needs_torch
 
