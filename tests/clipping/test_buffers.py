@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from dpexp.clipping import attach
 from dpexp.errors import UserError
-from tests.clipping.test_independence import B, D, Net, step, x
+from tests.clipping.stepping import B, D, Net, step, x
 
 
 class Keeps(nn.Module):

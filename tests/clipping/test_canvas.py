@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from dpexp import PrivacyEngine
 from dpexp.errors import UserError
-from tests.clipping.test_independence import step
+from tests.clipping.stepping import step
 
 SIZES = [(12, 16), (6, 16), (12, 8), (8, 10), (4, 4)]
 

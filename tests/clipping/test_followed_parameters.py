@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dpexp.clipping import attach
-from tests.clipping.test_unusual_inputs import Batch, Own, exact, linears, of_x
-from tests.clipping.test_unusual_models import WIDTH, rows
+from tests.clipping.exact_steps import WIDTH, Batch, rows
+from tests.clipping.test_unusual_inputs import Own, exact, linears, of_x
 
 LENGTH = 6
 

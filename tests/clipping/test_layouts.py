@@ -13,7 +13,7 @@ from dpexp.clipping import attach
 from dpexp.clipping.survey.layouts import LEVELS, MANY_LEVELS, ROWS, SECOND, all_weights, candidates, weights
 from dpexp.clipping.survey.observed import follows, signature
 from dpexp.errors import LateError, UserError
-from tests.clipping.test_users_code import exact_in_company
+from tests.clipping.exact_steps import exact_in_company
 from tests.clipping.zoo import C, D
 
 EXCHANGES: dict[str, Callable[[Tensor], Tensor]] = {

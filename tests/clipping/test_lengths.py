@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from dpexp.errors import UserError
-from tests.clipping.test_independence import D, step, x
+from tests.clipping.stepping import D, step, x
 
 
 class OfLengths(nn.Module):

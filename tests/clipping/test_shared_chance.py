@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.clipping.test_independence import D, Net, step, x
+from tests.clipping.stepping import D, Net, step, x
 
 WEIGHT = torch.ones(D, D)
 SHARED: dict[str, Callable[[Tensor], Tensor]] = {

@@ -13,10 +13,9 @@ from torch import Tensor, nn
 
 from dpexp.clipping import attach
 from dpexp.errors import UserError
+from tests.clipping.exact_steps import WIDTH, Batch, rows, square
 from tests.clipping.test_engines import expected
-from tests.clipping.test_unusual_models import WIDTH, rows, square
 
-Batch = dict[str, Any]
 Forward = Callable[..., Tensor]
 
 
