@@ -99,11 +99,11 @@ class GuardedOptimizer:
         for p in self._frozen:
             p.grad = None
         try:
-            _step_of(self.optimizer)
+            step_of(self.optimizer)
         finally:
             self._open = False
         if self.scheduler is not None:
-            _step_of(self.scheduler)
+            step_of(self.scheduler)
             self._epoch = getattr(self.scheduler, "last_epoch", None)
 
     def check(self) -> None:
@@ -307,7 +307,7 @@ class StepGuard:
         }
 
 
-def _step_of(mover: Any) -> None:
+def step_of(mover: Any) -> None:
     """Call the step() of an optimizer or a scheduler, and say whose it was where it fails."""
     try:
         mover.step()
