@@ -21,7 +21,7 @@ from dpexp.privacy.sampling import generator_from
 # elements: a chunk and its weights stay in the cache
 _CHUNK = 1 << 17
 # of a wider number, two words: a weight times its highest bit would say no more than that it was flipped
-_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
+_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32, 16: torch.int32}
 
 
 def fingerprint_of_facts(key: bytes, facts: Mapping[str, Any]) -> str:

@@ -42,7 +42,7 @@ from dpexp.training.searches.base import StepSearch
 from dpexp.training.seeding import Seeds
 from dpexp.training.sums import Sums
 from dpexp.training.together import Together
-from dpexp.training.watching.guards import few_numbers
+from dpexp.training.watching.guards import few_numbers, step_of
 
 
 class Steps:
@@ -367,7 +367,7 @@ class Steps:
             parameter.grad_dtype = parameter.dtype
             parameter.grad = None if mean is None else mean.to(parameter.dtype)
         if self.search is None:
-            self.optimizer.step()
+            step_of(self.optimizer)
         else:
             self.search.move(step, self.attempt, self._drawn)
         if counts is not None:

@@ -6,6 +6,7 @@ import torch
 from dpexp.errors import UserError
 from dpexp.schemas import OptimConfig
 from dpexp.training.optimizers.choice import build_optimizer, learning_rate
+from tests.training.tiny import run_to_end, tiny_run
 
 
 def test_linear_decay_after_a_warm_up():
@@ -104,6 +105,30 @@ def test_an_optimiser_of_ones_own_gets_the_rate_and_its_settings(own):
 def test_what_is_no_optimiser_of_all_parameters_is_refused(own, name, config, says):
     with pytest.raises(UserError, match=says):
         build_optimizer(own(name, **config), [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)])
+
+
+class Averaging(torch.optim.SGD):
+    """Moves other weights than those to evaluate, as schedule-free ones do."""
+
+    def train(self):
+        pass
+
+    def eval(self):
+        pass
+
+
+def test_an_optimiser_with_other_weights_to_evaluate_is_refused():
+    """Those that it trains would be evaluated and exported."""
+    optim = OptimConfig(name="custom", factory=f"{__name__}:Averaging")
+    with pytest.raises(UserError, match=r"Averaging trains other weights .* loop of your own"):
+        build_optimizer(optim, [torch.nn.Parameter(torch.zeros(1))])
+
+
+def test_an_optimiser_that_fails_is_named(tmp_path):
+    run = tiny_run(steps=1)
+    run.optim.name, run.optim.factory = "custom", "torch.optim:SparseAdam"
+    with pytest.raises(UserError, match=r"step\(\) of SparseAdam failed .* dense gradients"):
+        run_to_end(tmp_path, run)
 
 
 def test_an_optimiser_that_asks_for_gradients_again_is_refused():

@@ -176,6 +176,8 @@ def held_in(tensor: Tensor) -> list[Tensor]:
         # a shard has its mesh there, too
         inner = [part for name in names if isinstance(part := getattr(tensor, name), Tensor)]
         return [part for tensor in inner for part in held_in(tensor)]
+    if tensor.is_quantized:
+        return [tensor.dequantize()]
     if tensor.layout == torch.sparse_coo:
         return [tensor._indices(), tensor._values()]
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):

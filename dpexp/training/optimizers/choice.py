@@ -67,7 +67,8 @@ def own_optimizer(optim: "OptimConfig", parameters: list[Tensor]) -> torch.optim
 
     Raises:
         UserError: no such function, it does not take these arguments, or what it makes is no optimiser, moves other parameters,
-            or asks for a closure: gradients at other weights would be another look at the data, and nothing pays for it.
+            or asks for a closure: gradients at other weights would be another look at the data, and nothing pays for it; or it
+            has other weights for evaluation, as schedule-free ones do.
     """
     where = f"optim.factory={optim.factory}"
     function = imported("optim.factory", optim.factory)
@@ -84,6 +85,12 @@ def own_optimizer(optim: "OptimConfig", parameters: list[Tensor]) -> torch.optim
         raise UserError(
             f"{where} moves {len(moved)} of the {len(parameters)} parameters that it was given, or others: give all of them "
             "to it, and freeze what shall not move (model.trainable, peft)"
+        )
+    if callable(getattr(made, "eval", None)):
+        raise UserError(
+            f"{where}: {type(made).__name__} trains other weights than those to evaluate (schedule-free), and switches by its "
+            "train() and eval(), which nobody calls here: the trained ones would be exported. Use it in a loop of your own "
+            "(dpexp.PrivacyEngine), or choose an optimiser without"
         )
     try:
         inspect.signature(made.step).bind()

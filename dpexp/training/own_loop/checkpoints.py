@@ -7,11 +7,15 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
+from dpexp.clipping.independence.comparison import held_in
+from dpexp.clipping.sharding import is_shard
 from dpexp.clipping.thresholds import FixedThresholds
 from dpexp.durable import make_folder
 from dpexp.errors import UserError
 from dpexp.parallel import Ranks
+from dpexp.privacy.fingerprint import checksum
 from dpexp.privacy.ledger import Ledger
 from dpexp.training import state
 from dpexp.training.own_loop.keeping import Kept
@@ -81,6 +85,15 @@ class Checkpoints:
         self.steps, self.ledger, self.ranks = steps, ledger, ranks
         parts = {**optimizer.parts, KEPT: kept if kept.objects else None, "noise": steps.correlated}
         self._parts = {name: part for name, part in parts.items() if part is not None}
+        self._written = ""
+
+    def check(self) -> None:
+        """Raise `UserError` where one of now could not be read again."""
+        state.refuse_unreadable(self._present())
+
+    def outdated(self) -> bool:
+        """Whether the loop has changed something since the last one of the run's own folder; all ranks ask together."""
+        return self.ranks.any(self._written != self._content())
 
     def save(self, folder: str | Path | None, ranks: Ranks) -> None:
         """Write one; these ranks do it together."""
@@ -89,15 +102,10 @@ class Checkpoints:
         if ranks.several:
             self.steps.together.refuse_other_weights(self.steps.taken)
         ranks.once(lambda: make_folder(folder, "save(folder)"))
-        checkpoint = state.Checkpoint(
-            step=self.steps.taken,
-            model=state.model_state(self.model),
-            optimizer=self.optimizer.optimizer.state_dict(),
-            signature=self.identity,
-            **state.resting_on(self.policy, self.ledger, self._parts),
-        )
         with state.disk_errors(folder):
-            state.save_together(folder, checkpoint, ranks)
+            state.save_together(folder, self._present(), ranks)
+        if folder == self.folder:
+            self._written = self._content()
 
     def load(self, folder: str | Path | None) -> None:
         """Go on from one; all ranks do it together.
@@ -116,3 +124,22 @@ class Checkpoints:
         self.optimizer.load(checkpoint.optimizer)
         self.steps.clear()
         self.steps.taken = checkpoint.step
+
+    def _present(self) -> state.Checkpoint:
+        return state.Checkpoint(
+            step=self.steps.taken,
+            model=state.model_state(self.model),
+            optimizer=self.optimizer.optimizer.state_dict(),
+            signature=self.identity,
+            **state.resting_on(self.policy, self.ledger, self._parts),
+        )
+
+    def _content(self) -> str:
+        """What tells the state of now from others."""
+        present = self._present()
+        leaves = tree_leaves([present.model, present.optimizer, present.kept])
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        held = checksum(
+            part for tensor in tensors for part in ([tensor] if is_shard(tensor) else held_in(tensor))
+        )
+        return f"{held.hex()} {[leaf for leaf in leaves if not isinstance(leaf, Tensor)]}"

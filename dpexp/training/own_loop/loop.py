@@ -64,7 +64,7 @@ class OwnLoop:
         planned: int,
         facts: Callable[..., Mapping[str, Any]],
         folder: Path,
-        on_asked: Callable[[], None],
+        on_asked: Callable[..., None],
     ):
         self.dataset, self.units, self.steps, self.clipper = dataset, units, steps, clipper
         self.optimizer, self.wrappers, self.planned = optimizer, wrappers, planned
@@ -128,8 +128,7 @@ class OwnLoop:
                             "next one is read (no loader that reads ahead, as Lightning's Trainer does without a length). Leave "
                             "out no batch: an example whose loss is NaN or infinite adds nothing"
                         )
-            if self.steps.taken >= self.planned:
-                self.on_asked()
+            self.on_asked(True)
         finally:
             if self._present is present:
                 self._watch.end()

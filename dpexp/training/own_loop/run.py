@@ -228,17 +228,21 @@ class OwnRun:
         if not self._broken and not math.isfinite(float(self.steps.sums.loss)):
             self._broken = True
             warnings.warn(not_finite(taken), stacklevel=7)
-        if self.finished or (every and taken % every == 0):
-            self._due = bool(self._kept.objects)
-            if self.finished or not self._due:
-                self.checkpoints.save(None, self.ranks)
+        if taken == 1:
+            # the optimizer has a state by now: that it cannot be kept is known before the steps until the next checkpoint
+            self.checkpoints.check()
+        self._due = self.finished or bool(every and taken % every == 0)
+        if self._due and (self.finished or not self._kept.objects):
+            self.checkpoints.save(None, self.ranks)
         if self.finished:
             self.ranks.once(self._hold)
 
-    def _asked(self) -> None:
-        """When the loop asks for its next batch: what it keeps has followed the step by now."""
-        if self._due:
-            self._due = False
+    def _asked(self, ended: bool = False) -> None:
+        """When the loop asks for its next batch, or has none left: what it does behind a step (a learning rate, weights that it
+        clamps, what it keeps) is done by now."""
+        # behind a loop of some steps more may follow, such as a scheduler of epochs
+        waits = ended and self._kept.objects and not self.finished
+        if self._due and not waits and self.checkpoints.outdated():
             self.checkpoints.save(None, self.ranks)
 
     def _idle(self) -> list[str]:
@@ -260,12 +264,12 @@ class OwnRun:
             return open_keys(self.folder, self.planned.numbers.noise_seed)
 
 
-def _weakly(method: Callable[[], None]) -> Callable[[], None]:
+def _weakly(method: Callable[..., None]) -> Callable[..., None]:
     """The method of an object that this does not keep alive: a run that is dropped gives its folder back at once."""
     weak = weakref.WeakMethod(method)
 
-    def call() -> None:
+    def call(*given: Any) -> None:
         if (bound := weak()) is not None:
-            bound()
+            bound(*given)
 
     return call

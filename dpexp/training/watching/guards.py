@@ -12,7 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from dpexp.clipping.groups import trainable_parameters
 from dpexp.clipping.independence.comparison import held_in, same_buffer
-from dpexp.errors import UserError
+from dpexp.errors import UserError, first_line
 from dpexp.training.watching.misfits import FLOATS, moved_by, refuse_misfits
 
 TOUCHED = (
@@ -99,11 +99,11 @@ class GuardedOptimizer:
         for p in self._frozen:
             p.grad = None
         try:
-            self.optimizer.step()
+            step_of(self.optimizer)
         finally:
             self._open = False
         if self.scheduler is not None:
-            self.scheduler.step()
+            step_of(self.scheduler)
             self._epoch = getattr(self.scheduler, "last_epoch", None)
 
     def check(self) -> None:
@@ -307,6 +307,21 @@ class StepGuard:
         }
 
 
+def step_of(mover: Any) -> None:
+    """Call the step() of an optimizer or a scheduler, and say whose it was where it fails."""
+    try:
+        mover.step()
+    except (UserError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise UserError(
+            f"step() of {type(mover).__name__} failed ({first_line(error)}), behind a step that is charged: mend it, or choose "
+            "another one, and run the same script again (the same sums get the same noise, and are not charged twice; another "
+            "optimizer needs another folder)"
+        ) from error
+
+
 def _rates(groups: Sequence[dict[str, Any]]) -> str:
-    """The learning rates that an optimizer was made with, before a scheduler moved them."""
-    return ", ".join(f"{float(group.get('initial_lr', group['lr'])):g}" for group in groups if "lr" in group)
+    """The learning rates that an optimizer was made with, before a scheduler moved them; None where it finds its own."""
+    rates = [group.get("initial_lr", group["lr"]) for group in groups if "lr" in group]
+    return ", ".join("None" if rate is None else f"{float(rate):g}" for rate in rates)

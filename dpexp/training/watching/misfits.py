@@ -49,7 +49,9 @@ def refuse_misfits(optimizer: torch.optim.Optimizer, scheduler: Any, model: nn.M
             f"{len(broken)} tensors of the model hold NaN or infinity, {broken[0]} for one: nothing can be learnt from "
             "there, and every step would be charged. Load its weights again"
         )
-    if odd := [group["lr"] for group in optimizer.param_groups if not math.isfinite(group.get("lr", 0.0))]:
+    # None where the optimizer finds its own, as Adafactor does
+    rates = [group["lr"] for group in optimizer.param_groups if group.get("lr") is not None]
+    if odd := [rate for rate in rates if not math.isfinite(rate)]:
         raise UserError(
             f"the optimizer has a learning rate of {float(odd[0])}: one step with it would spoil the weights"
         )
