@@ -1099,6 +1099,50 @@ def test_a_hook_that_was_there_for_one_forward_is_not_replayed() -> None:
     assert clipper.notes == []
 
 
+class Owned:
+    """What makes a list of one's own of a list: it has attributes, and asks for an owner."""
+
+    def __init__(self, values: Any = (), owner: Any = None):
+        self.owner = owner
+        super().__init__(values) if isinstance(self, list | set) else super().__init__()
+
+
+class OwnedList(Owned, list):
+    """A list of layers, as Keras' lists are."""
+
+    def append(self, value: Any) -> None:
+        raise AssertionError("nobody asked for another layer")
+
+
+class OwnedSet(Owned, set):
+    """A set of names, as Keras' sets are."""
+
+
+class OwnedName(str):
+    """A word with attributes."""
+
+
+class OwnedNumber(int):
+    """A number with attributes."""
+
+
+@pytest.mark.parametrize("kind", [OwnedList, OwnedSet, OwnedName, OwnedNumber])
+def test_what_a_container_of_ones_own_class_holds_is_there_when_the_forward_runs_again(kind: type) -> None:
+    """Without it, a batch norm of Keras stands in evaluation mode there, and passes."""
+
+    class Switched(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.held = kind("1" if issubclass(kind, str) else 1 if issubclass(kind, int) else ["centre"])
+            self.held.note = "an attribute"
+
+        def forward(self, h: Tensor) -> Tensor:
+            return h - h.detach().mean(0) if self.held else h
+
+    with pytest.raises(UserError, match="mixes examples"):
+        step(Net(Switched()), x())
+
+
 class Pairs(nn.Module):
     """Returns two vectors of each example, and their products with those of all others, as CLIP does."""
 
