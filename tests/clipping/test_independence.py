@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import random
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
+from contextlib import nullcontext
 from itertools import combinations
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
+from torch.utils._pytree import register_pytree_node
 
 from dpexp.clipping import attach
 from dpexp.clipping.independence.chance import Chance, WithoutChance
@@ -1141,6 +1143,56 @@ def test_what_a_container_of_ones_own_class_holds_is_there_when_the_forward_runs
 
     with pytest.raises(UserError, match="mixes examples"):
         step(Net(Switched()), x())
+
+
+class Rows(MutableMapping):
+    """Tensors by name of so many rows, over which it goes, as TensorDict does."""
+
+    def __init__(self, parts: dict[str, Tensor]):
+        self.parts, self.size = parts, len(next(iter(parts.values())))
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.parts[key] if isinstance(key, str) else Rows({k: v[key] for k, v in self.parts.items()})
+
+    def __setitem__(self, key: str, value: Tensor) -> None:
+        assert len(value) == self.size
+        self.parts[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self.parts[key]
+
+    def __iter__(self) -> Any:
+        return (self[i : i + 1] for i in range(self.size))
+
+    def __len__(self) -> int:
+        return self.size
+
+    def keys(self) -> Any:
+        return self.parts.keys()
+
+
+register_pytree_node(
+    Rows,
+    lambda rows: ([*rows.parts.values()], [*rows.parts]),
+    lambda parts, names: Rows(dict(zip(names, parts, strict=True))),
+)
+
+
+@pytest.mark.parametrize("between", [torch.tanh, lambda h: h - h.detach().mean(0)])
+def test_a_batch_that_torch_can_take_apart_is_looked_at(between: Callable[[Tensor], Tensor]) -> None:
+    """It was looked through by its rows: a `TypeError` with TensorDict."""
+
+    class Writes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Net(between)
+
+        def forward(self, rows: Rows) -> Tensor:
+            rows["found"] = self.net(rows["features"])
+            return rows["found"]
+
+    with nullcontext() if between is torch.tanh else pytest.raises(UserError, match="mixes examples"):
+        assert not step(Writes(), Rows({"features": x()})).notes
 
 
 class Pairs(nn.Module):
