@@ -1145,6 +1145,31 @@ def test_what_a_container_of_ones_own_class_holds_is_there_when_the_forward_runs
         step(Net(Switched()), x())
 
 
+class Scales(nn.Module):
+    """Draws a factor for each row from a generator of its own."""
+
+    def __init__(self, rng: Any, mixes: bool):
+        super().__init__()
+        self.rng, self.mixes = rng, mixes
+
+    def forward(self, h: Tensor) -> Tensor:
+        scale = torch.tensor([self.rng.uniform(0, 1) for _ in h])[:, None]
+        return scale * (h - h.detach().mean(0) if self.mixes else h)
+
+
+@pytest.mark.parametrize("kind", [random.Random, np.random.RandomState])
+def test_a_generator_of_a_models_own_hides_no_mixing(kind: type) -> None:
+    """It began anywhere in each run, and all of them differed; numpy's moved on with each, and innocent models were refused."""
+    model, drawn = Net(Scales(kind(0), False)), kind(0)
+    assert not step(model, x()).notes
+    for _ in range(B):
+        drawn.uniform(0, 1)
+    # a look leaves no trace
+    assert model.between.rng.uniform(0, 1) == drawn.uniform(0, 1)
+    with pytest.raises(UserError, match="mixes examples"):
+        step(Net(Scales(kind(0), True)), x())
+
+
 class Rows(MutableMapping):
     """Tensors by name of so many rows, over which it goes, as TensorDict does."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import random
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,6 +27,12 @@ HOOKS = tuple(
 NO_STATE = (type, FunctionType, MethodType, ModuleType, torch.Generator)
 # a class of one's own that is one of these holds something that is no attribute, and that nobody can write to
 VALUES = (int, float, complex, str, bytes, tuple, frozenset)
+# for a generator of the model's own stands the one of all, which a replay seeds and watches: a new one would begin anywhere, so
+# that each run would differ from the others, and nothing could be told from that
+GENERATORS: dict[type, Any] = {
+    random.Random: random.random.__self__,  # type: ignore[attr-defined]
+    np.random.RandomState: np.random.random_sample.__self__,  # type: ignore[attr-defined]
+}
 # values that nobody can write to
 ATOMS = {bool, int, float, str, type(None)}
 
@@ -147,6 +154,9 @@ class _Copier:
             return value if isinstance(value, nn.Parameter) else value.detach().clone()
         if isinstance(value, np.ndarray):
             return value.copy()
+        for kind, common in GENERATORS.items():
+            if isinstance(value, kind):
+                return common
         if isinstance(value, dict):
             result = copy(value)
             for key in value:
