@@ -8,6 +8,7 @@ from copy import copy
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils._pytree import SUPPORTED_NODES
 
 from dpexp.clipping.tapping.forwards import attributes_of, tensors_in
 
@@ -46,7 +47,12 @@ def changed(inputs: Inputs, change: Change, stop: Stop | None = None, names: Seq
 def leaves(inputs: Inputs, stop: Stop | None = None, names: Sequence[str] = ()) -> list[tuple[str, Any]]:
     """The leaves of the arguments of a forward, each with its name; arguments as for `changed`."""
     found: list[tuple[str, Any]] = []
-    changed(inputs, lambda name, leaf: found.append((name, leaf)), stop, names)
+
+    def note(name: str, leaf: Any) -> Any:
+        found.append((name, leaf))
+        return leaf
+
+    changed(inputs, note, stop, names)
     return found
 
 
@@ -60,6 +66,11 @@ def _changed(name: str, value: Any, change: Change, stop: Stop | None, depth: in
     if isinstance(value, list | tuple):
         return type(value)([_changed(name, v, change, stop, depth) for v in value])
     if isinstance(value, Mapping):
+        if (known := SUPPORTED_NODES.get(type(value))) is not None:
+            # torch was told how to take it apart: a TensorDict has a size of its own, which follows from its parts
+            parts, context = known.flatten_fn(value)
+            named = zip(value.keys(), parts, strict=True)
+            return known.unflatten_fn([_changed(str(k), v, change, stop, depth) for k, v in named], context)
         try:
             result: Any = copy(value)
             inner = getattr(value, "data", None)

@@ -46,7 +46,8 @@ UNUSED = (
 WRITTEN = (
     "its forward writes what depends on the batch into the {kind} {what!r} (running statistics, an observer's range, a cache). "
     "That is no noisy sum, and reaches later steps, checkpoints and exports as it is. Freeze it before training, on public data "
-    "(eval() of this module, observers off), or use a module that keeps nothing"
+    "(eval() of this module, observers off), set it back at the end of each forward (a membrane of spiking neurons, a state of a "
+    "recurrent layer), or use a module that keeps nothing"
 )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import random
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,6 +25,14 @@ HOOKS = tuple(
     key for key, value in nn.Module().__dict__.items() if isinstance(value, dict) and "hooks" in key
 )
 NO_STATE = (type, FunctionType, MethodType, ModuleType, torch.Generator)
+# a class of one's own that is one of these holds something that is no attribute, and that nobody can write to
+VALUES = (int, float, complex, str, bytes, tuple, frozenset)
+# for a generator of the model's own stands the one of all, which a replay seeds and watches: a new one would begin anywhere, so
+# that each run would differ from the others, and nothing could be told from that
+GENERATORS: dict[type, Any] = {
+    random.Random: random.random.__self__,  # type: ignore[attr-defined]
+    np.random.RandomState: np.random.random_sample.__self__,  # type: ignore[attr-defined]
+}
 # values that nobody can write to
 ATOMS = {bool, int, float, str, type(None)}
 
@@ -145,6 +154,9 @@ class _Copier:
             return value if isinstance(value, nn.Parameter) else value.detach().clone()
         if isinstance(value, np.ndarray):
             return value.copy()
+        for kind, common in GENERATORS.items():
+            if isinstance(value, kind):
+                return common
         if isinstance(value, dict):
             result = copy(value)
             for key in value:
@@ -156,13 +168,18 @@ class _Copier:
             return type(value)(self(v, depth) for v in value)
         own_way = any("__reduce_ex__" in vars(c) for c in type(value).__mro__[:-1])
         held = attributes_of(value)
-        if depth > 1 or own_way or isinstance(value, NO_STATE) or not (held or hasattr(value, "__dict__")):
+        fixed = own_way or isinstance(value, NO_STATE + VALUES)
+        if depth > 1 or fixed or not (held or hasattr(value, "__dict__")):
             return value
         try:
             # an object of the user's, like a record of running statistics; what lies deeper is not the model's state
             result = value.__new__(type(value))
             for key, part in held.items() if result is not value else ():
                 object.__setattr__(result, key, self(part, depth + 1))
+            for kind in (list, set):
+                if isinstance(value, kind):
+                    # what it holds is no attribute; the methods of its class may do more than hold it
+                    kind.__init__(result, [self(v, depth) for v in value])
             return result
         except (TypeError, AttributeError):
             return value
