@@ -71,7 +71,7 @@ class Scales(nn.Module):
         return scale * (h - h.detach().mean(0) if self.mixes else h)
 
 
-@pytest.mark.parametrize("kind", [random.Random, np.random.RandomState])
+@pytest.mark.parametrize("kind", [random.Random, np.random.RandomState, np.random.default_rng])
 def test_a_generator_of_a_models_own_hides_no_mixing(kind: type) -> None:
     """It began anywhere in each run, and all of them differed; numpy's moved on with each, and innocent models were refused."""
     model, drawn = Net(Scales(kind(0), False)), kind(0)

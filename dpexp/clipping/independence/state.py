@@ -32,6 +32,7 @@ VALUES = (int, float, complex, str, bytes, tuple, frozenset)
 GENERATORS: dict[type, Any] = {
     random.Random: random.random.__self__,  # type: ignore[attr-defined]
     np.random.RandomState: np.random.random_sample.__self__,  # type: ignore[attr-defined]
+    np.random.Generator: np.random.Generator(np.random.get_bit_generator()),  # type: ignore[attr-defined]
 }
 # values that nobody can write to
 ATOMS = {bool, int, float, str, type(None)}
