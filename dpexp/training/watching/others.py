@@ -80,7 +80,7 @@ class Others:
         self.rows: dict[int, list[Tensor]] = {}
         self.unplaced: set[int] = set()
         self.ends: set[int] = set()
-        self._ends = {n for n, place in self.tape.places.items() if isinstance(place, EndToEnd)}
+        self._held_ends = {n for n, place in self.tape.places.items() if isinstance(place, EndToEnd)}
         if trace.as_it_came:
             for changed, kept in zip(self.changed, self.halves, strict=True):
                 changed[[i for i in range(self.examples) if i not in kept]] = True
@@ -157,7 +157,7 @@ class Others:
         if number in self.tape.returned and tensor.dim() and len(tensor) in self.several:
             return self.several[len(tensor)]
         place = self.tape.places.get(number)
-        return None if isinstance(place, EndToEnd) and number not in self._ends else place
+        return None if isinstance(place, EndToEnd) and number not in self._held_ends else place
 
     def told_rows(self, number: int) -> list[list[Tensor]]:
         """Which rows of what the model was given, before it returned a tensor, change with each half; none where sizes tell."""
@@ -185,8 +185,9 @@ class Others:
     def of_ends(self, number: int) -> bool:
         """Whether a tensor is made of rows that lie end to end in the batch."""
         needed = set[int]()
-        self.tape.behind([number], needed)
-        return not self._ends.isdisjoint(needed)
+        if self._held_ends:
+            self.tape.behind([number], needed)
+        return not self._held_ends.isdisjoint(needed)
 
     def by_half(self, number: int, tensor: Tensor) -> Tensor:
         """``[2, …]``: the rows in front that change with one half, and with the other."""
@@ -201,7 +202,7 @@ class Others:
             except Exception:
                 sizes = set()
             if len(sizes) != 1:
-                self._ends.clear()
+                self._held_ends.clear()
 
     def is_blind(self) -> bool:
         """Whether no row that enters the model has changed: they are made of others, of which no size tells whose these are."""
