@@ -15,6 +15,15 @@ from tests.clipping.exact_steps import ENGINES, Batch, D, exact_in_company, rows
 from tests.clipping.test_unusual_inputs import Own, linears
 
 
+class Mixing(nn.Module):
+    def __init__(self, mix: Callable[[Tensor], Tensor]):
+        super().__init__()
+        self.first, self.out, self.mix = nn.Linear(D, D), nn.Linear(D, 3), mix
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.mix(torch.tanh(self.first(x))))
+
+
 def of_both(model: nn.Module, batch: Batch) -> Tensor:
     """Two views of an example, in one forward."""
     one, other = model(torch.cat([batch["x"], batch["x"] + 1])).chunk(2)
@@ -127,15 +136,6 @@ def test_rows_of_positions_are_not_taken_for_examples(shape: tuple[int, ...]) ->
         # several of each, whose rows no size tells: said, not passed in silence
         clipper.backward(losses(mixing))
         assert any(note.startswith("not looked at") for note in clipper.notes)
-
-
-class Mixing(nn.Module):
-    def __init__(self, mix: Callable[[Tensor], Tensor]):
-        super().__init__()
-        self.first, self.out, self.mix = nn.Linear(D, D), nn.Linear(D, 3), mix
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(self.mix(torch.tanh(self.first(x))))
 
 
 def test_sets_in_a_list_may_have_one_element_or_as_many_as_there_are_sets() -> None:

@@ -69,6 +69,19 @@ def test_losses_are_not_divided_by_a_tensor_of_how_many_were_drawn(tmp_path, sca
         own_loop(tmp_path, Scaled(), tiny_model())
 
 
+def scaled_loop(folder: Path, scale: Callable[[Tensor, int], Tensor]) -> PrivacyEngine:
+    """Of one physical batch for each step: what differs within a step is seen by it."""
+
+    class Scaled(TinyTask):
+        calls = 0
+
+        def losses(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+            self.calls += 1
+            return scale(super().losses(model, batch), self.calls)
+
+    return own_loop(folder, Scaled(), tiny_model(), steps=16, size=64)
+
+
 BY_A_FUNCTION_OF_ITS_SIZE: dict[str, Callable[[Tensor, int], Tensor]] = {
     "the expected size": lambda found, step: found * (20 / len(found)),
     "a root": lambda found, step: found / math.sqrt(len(found)),
@@ -95,17 +108,15 @@ def test_losses_may_be_scaled_by_what_follows_from_the_step(tmp_path, scale) -> 
     assert scaled_loop(tmp_path, scale).finished
 
 
-def scaled_loop(folder: Path, scale: Callable[[Tensor, int], Tensor]) -> PrivacyEngine:
-    """Of one physical batch for each step: what differs within a step is seen by it."""
-
-    class Scaled(TinyTask):
-        calls = 0
-
-        def losses(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-            self.calls += 1
-            return scale(super().losses(model, batch), self.calls)
-
-    return own_loop(folder, Scaled(), tiny_model(), steps=16, size=64)
+BY_ITSELF = {
+    "its own tokens": lambda tokens, real: tokens.sum(1) / real.sum(1),
+    "a public number": lambda tokens, real: tokens.sum(1) / 10,
+    "counted for a log": lambda tokens, real: (
+        tokens.sum(1),
+        tokens.mean() / int(real.sum()),
+        tokens.mean(1),
+    )[0],
+}
 
 
 def test_losses_are_not_divided_by_what_a_collate_function_has_counted(tmp_path) -> None:
@@ -158,15 +169,6 @@ BY_THE_BATCH = {
     "its tokens, counted": lambda tokens, real: tokens.sum(1) / int(real.sum()),
     "its tokens, as item": lambda tokens, real: tokens.sum(1) * (1 / real.sum().item()),
     "the longest": lambda tokens, real: tokens.sum(1) / float(real.sum(1).max()),
-}
-BY_ITSELF = {
-    "its own tokens": lambda tokens, real: tokens.sum(1) / real.sum(1),
-    "a public number": lambda tokens, real: tokens.sum(1) / 10,
-    "counted for a log": lambda tokens, real: (
-        tokens.sum(1),
-        tokens.mean() / int(real.sum()),
-        tokens.mean(1),
-    )[0],
 }
 
 
