@@ -9,7 +9,7 @@ from PIL import Image
 from torch import nn
 
 from dpexp.errors import UserError
-from dpexp.training.watching.collating import refuse_company, refuse_mixing
+from dpexp.training.watching.collating import leaves_of, refuse_company, refuse_mixing
 
 
 @pytest.mark.parametrize("times", [5, 8, 16])
@@ -115,6 +115,24 @@ def test_lists_are_looked_at_row_by_row(mix):
     rows = [{"x": torch.rand(size, 4)} for size in (3, 2, 5, 4)]
     with pytest.raises(UserError, match="collate_fn mixes"):
         refuse_mixing(boxes(mix), rows)
+
+
+class Named:
+    """Tensors by name and rows by number, as a tensorclass of TensorDict."""
+
+    def __init__(self, **parts):
+        self.parts, self.keys = parts, parts.keys
+
+    def __getitem__(self, number):
+        return Named(**{name: part[range(len(part))[number]] for name, part in self.parts.items()})
+
+    def items(self):
+        return self.parts.items()
+
+
+def test_what_has_names_and_rows_by_number_is_looked_through_by_its_names():
+    rows = torch.tensor([[1, 2, 3], [4, 5, 6]])
+    assert torch.equal(leaves_of(Named(x=rows))[0], rows)
 
 
 @pytest.mark.parametrize("kind", ["array", "picture", "list", "bytes"])

@@ -39,6 +39,19 @@ def test_a_data_set_that_mixes_what_it_reads_together_is_refused(tmp_path):
     assert engine.ledger.steps_charged == 0
 
 
+class AllTogether(ReadTogether):
+    """Gives a batch where examples are asked for."""
+
+    def __getitems__(self, numbers):
+        return default_collate([self.rows[i] for i in numbers])
+
+
+def test_a_data_set_that_makes_batches_by_itself_is_told_to_give_examples(tmp_path):
+    engine = make(tmp_path, dataset=AllTogether(False), data_name="batches")
+    with pytest.raises(UserError, match=r"__getitems__ .* one example for each number"):
+        train(engine, collate_fn=lambda batch: batch)
+
+
 class OneByOne(torch.utils.data.Dataset):
     """Makes an example by what `make` does with the data set and the example's number."""
 

@@ -16,6 +16,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from dpexp.errors import UserError
 from dpexp.training import generators
+from dpexp.training.watching.collated import by_name
 
 # examples that are made, and how often: chance may decide whether anything is mixed
 EXAMPLES, TIMES = 8, 2
@@ -234,7 +235,7 @@ def _read(dataset: Any, item: int, seed: int) -> list[Any]:
     """What is equal of an example that is the same one."""
     generators.seed_public(seed)
     example = dataset[item]
-    return [*map(_content, tree_leaves(dict(example) if hasattr(example, "keys") else example))]
+    return [*map(_content, tree_leaves(by_name(example)))]
 
 
 def _content(part: Any) -> tuple[Any, bytes]:
