@@ -179,6 +179,27 @@ def test_a_data_set_may_look_up_what_it_likes_for_an_example_of_one_row(make):
     refuse_other_rows(OneByOne(make, 3))
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda rows, i: rows.x[i % 20],
+        lambda rows, i: rows.x[i // 2],
+        lambda rows, i: rows.x[int(torch.randint(20, ()))],
+        lambda rows, i: rows.x[2 * int(torch.randint(10, ())) + i % 2],
+    ],
+)
+def test_a_row_that_stands_under_several_numbers_is_refused(make):
+    rows = OneByOne(make)
+    rows.x = rows.x[:20]
+    for attribute in ("pictures", "frame", "order", "offsets", "base", "columns"):
+        delattr(rows, attribute)
+    if "randint" in make.__code__.co_names:
+        rows.size = 20
+    with pytest.raises(UserError, match="one row under several numbers"):
+        refuse_other_rows(rows)
+    refuse_other_rows(rows, users=["one"] * rows.size)
+
+
 def test_windows_of_a_longer_series_are_seen_and_rows_that_one_example_has_are_not_refused():
     windows, halves = (
         OneByOne(make) for make in (lambda rows, i: rows.x[i : i + 5], lambda rows, i: rows.x[[i, i + 20]])
