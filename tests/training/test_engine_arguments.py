@@ -5,6 +5,7 @@ from fractions import Fraction
 
 import numpy as np
 import pandas
+import pyarrow
 import pytest
 import torch
 from datasets import Dataset, concatenate_datasets
@@ -320,9 +321,10 @@ def test_a_guarantee_that_protects_nobody_is_said_at_once(tmp_path):
         (lambda: {"train": data()}, "a dict has names and not examples by number"),
         (lambda: pandas.DataFrame({"x": [1.0, 2.0]}), "a DataFrame gives columns and not examples"),
         (lambda: pandas.Series([1.0, 2.0]), "a Series gives columns and not examples"),
+        (lambda: pyarrow.table({"x": [1.0, 2.0]}), "a Table gives columns and not examples"),
         (lambda: zip(*data().tensors, strict=True), "map-style"),
     ],
-    ids=["loader", "tuple", "dict", "frame", "series", "zip"],
+    ids=["loader", "tuple", "dict", "frame", "series", "table", "zip"],
 )
 def test_what_has_no_examples_by_number_is_no_data_set(tmp_path, wrong, says):
     model = network()

@@ -9,7 +9,8 @@ from PIL import Image
 from torch import nn
 
 from dpexp.errors import UserError
-from dpexp.training.watching.collating import refuse_company, refuse_mixing
+from dpexp.training.watching.collating import leaves_of, refuse_company, refuse_mixing
+from tests.training.own_loop import make, train
 
 
 @pytest.mark.parametrize("times", [5, 8, 16])
@@ -117,6 +118,24 @@ def test_lists_are_looked_at_row_by_row(mix):
         refuse_mixing(boxes(mix), rows)
 
 
+class Named:
+    """Tensors by name and rows by number, as a tensorclass of TensorDict."""
+
+    def __init__(self, **parts):
+        self.parts, self.keys = parts, parts.keys
+
+    def __getitem__(self, number):
+        return Named(**{name: part[range(len(part))[number]] for name, part in self.parts.items()})
+
+    def items(self):
+        return self.parts.items()
+
+
+def test_what_has_names_and_rows_by_number_is_looked_through_by_its_names():
+    rows = torch.tensor([[1, 2, 3], [4, 5, 6]])
+    assert torch.equal(leaves_of(Named(x=rows))[0], rows)
+
+
 @pytest.mark.parametrize("kind", ["array", "picture", "list", "bytes"])
 def test_examples_of_all_kinds_are_looked_at(kind):
     made = {
@@ -134,3 +153,16 @@ def test_examples_of_all_kinds_are_looked_at(kind):
     assert refuse_mixing(collate, rows)
     with pytest.raises(UserError, match="collate_fn mixes"):
         refuse_mixing(lambda rows: collate(rows, 0.5), rows)
+
+
+class Sized(torch.Tensor):
+    """Takes sizes as one argument, as MONAI's MetaTensor."""
+
+    def new_empty(self, size, dtype=None, device=None):
+        return super().new_empty(size, dtype=dtype, device=device)
+
+
+def test_pictures_of_a_class_of_their_own_go_through_convolutions(tmp_path):
+    pictures = [(torch.rand(1, 6, 6).as_subclass(Sized), i % 3) for i in range(60)]
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(32, 3))
+    assert train(make(tmp_path, model=model, dataset=pictures, data_name="pictures", steps=1)).finished

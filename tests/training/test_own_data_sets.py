@@ -39,6 +39,19 @@ def test_a_data_set_that_mixes_what_it_reads_together_is_refused(tmp_path):
     assert engine.ledger.steps_charged == 0
 
 
+class AllTogether(ReadTogether):
+    """Gives a batch where examples are asked for."""
+
+    def __getitems__(self, numbers):
+        return default_collate([self.rows[i] for i in numbers])
+
+
+def test_a_data_set_that_makes_batches_by_itself_is_told_to_give_examples(tmp_path):
+    engine = make(tmp_path, dataset=AllTogether(False), data_name="batches")
+    with pytest.raises(UserError, match=r"__getitems__ .* one example for each number"):
+        train(engine, collate_fn=lambda batch: batch)
+
+
 class OneByOne(torch.utils.data.Dataset):
     """Makes an example by what `make` does with the data set and the example's number."""
 
@@ -164,6 +177,27 @@ def test_a_data_set_may_look_up_what_it_likes_for_an_example_of_one_row(make):
     assert not rows.kept
     # one that is too small to tell
     refuse_other_rows(OneByOne(make, 3))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda rows, i: rows.x[i % 20],
+        lambda rows, i: rows.x[i // 2],
+        lambda rows, i: rows.x[int(torch.randint(20, ()))],
+        lambda rows, i: rows.x[2 * int(torch.randint(10, ())) + i % 2],
+    ],
+)
+def test_a_row_that_stands_under_several_numbers_is_refused(make):
+    rows = OneByOne(make)
+    rows.x = rows.x[:20]
+    for attribute in ("pictures", "frame", "order", "offsets", "base", "columns"):
+        delattr(rows, attribute)
+    if "randint" in make.__code__.co_names:
+        rows.size = 20
+    with pytest.raises(UserError, match="one row under several numbers"):
+        refuse_other_rows(rows)
+    refuse_other_rows(rows, users=["one"] * rows.size)
 
 
 def test_windows_of_a_longer_series_are_seen_and_rows_that_one_example_has_are_not_refused():

@@ -197,7 +197,7 @@ class Conv(PerExampleGradient):
     def _weight_gradient(self, x: Tensor, gy: Tensor, copies: int = 1) -> Tensor:
         """The library's weight gradient in float32 at least; ``copies`` times as many groups as the layer has."""
         # only its shape is looked at
-        weight = x.new_empty(copies * self.shape[0], *self.shape[1:])
+        weight = x.new_empty((copies * self.shape[0], *self.shape[1:]))
         with numerics.full_precision("conv", x.device):
             _, found, _ = torch.ops.aten.convolution_backward(
                 gy, x, weight, None, *self._options(copies), (False, True, False)
@@ -213,7 +213,7 @@ class Conv(PerExampleGradient):
     def _over_cores(self, x: Tensor, gy: Tensor, count: int, out: Tensor | None) -> Tensor:
         kernels = native.kernels()
         assert kernels is not None
-        rows = x.new_empty(count, *self.shape) if out is None else out
+        rows = x.new_empty((count, *self.shape)) if out is None else out
         with numerics.full_precision("conv", x.device):
             kernels.conv_gradients_(rows, x, gy, self.rows, *self._options())
         return rows

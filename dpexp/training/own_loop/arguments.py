@@ -15,7 +15,7 @@ from typing import Any, ParamSpec, TypeVar
 import numpy as np
 import torch
 from torch import nn
-from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, Subset
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset
 
 from dpexp.clipping.refusals import refuse_lazy
 from dpexp.clipping.rules import CLIPPING
@@ -232,7 +232,9 @@ def check_dataset(dataset: Any, users: Sequence[Hashable] | None) -> None:
             "the data set is a DataLoader, and the engine draws batches itself: give loader.dataset here, and loader.collate_fn "
             "to engine.batches(...)"
         )
-    if hasattr(dataset, "iloc"):
+    # a data set that polars has made of a table is one of torch
+    table = type(dataset).__module__.partition(".")[0] in ("polars", "pyarrow")
+    if hasattr(dataset, "iloc") or (table and not isinstance(dataset, Dataset)):
         raise UserError(
             f"a {kind} gives columns and not examples: make a TensorDataset or a list of rows of it"
         )

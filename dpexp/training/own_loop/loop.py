@@ -141,6 +141,11 @@ class OwnLoop:
         # as torch's DataLoader does: data sets that read several rows at once are faster so
         several = getattr(self.dataset, "__getitems__", None)
         examples = several(numbers) if several else [self.dataset[i] for i in numbers]
+        if several and (not hasattr(examples, "__len__") or len(examples) != len(numbers)):
+            raise UserError(
+                f"__getitems__ of the data set ({type(self.dataset).__name__}) was asked for {len(numbers)} examples and gave no "
+                "list of as many: let it return one example for each number, in their order, and collate_fn make the batch"
+            )
         read = (lambda places: several([numbers[place] for place in places])) if several else None
         known = self._collation.knows(collate_fn)
         with nullcontext() if known else reading_alone(self.dataset, numbers):

@@ -122,6 +122,14 @@ class Parts:
         )
 
 
+def by_name(value: Any) -> Any:
+    """What a mapping, or an object that is like one, holds by name; any other value as it is."""
+    if hasattr(type(value), "items"):
+        # a tensorclass has names, and is indexed by numbers alone
+        return dict(value.items())
+    return dict(value) if hasattr(value, "keys") else value
+
+
 def _children(value: Any) -> dict[Any, Any]:
     """What a container holds, an object of any class, or a tensor that is not one block of memory."""
     if isinstance(value, Mapping):

@@ -22,7 +22,7 @@ from dpexp.clipping import Clipper
 from dpexp.clipping.independence.chance import NotingDraws
 from dpexp.errors import UserError
 from dpexp.training import generators
-from dpexp.training.watching.collated import Part, Parts
+from dpexp.training.watching.collated import Part, Parts, by_name
 
 # examples that are collated, and how often: chance may decide whether anything is mixed
 EXAMPLES, TIMES = 8, 4
@@ -430,8 +430,7 @@ def _bytes(rows: Tensor) -> list[bytes]:
 
 
 def leaves_of(batch: Any) -> list[Tensor]:
-    leaves = tree_leaves(dict(batch) if hasattr(batch, "keys") else batch)
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    return [leaf for leaf in tree_leaves(by_name(batch)) if isinstance(leaf, Tensor)]
 
 
 def _rows(batch: Any, count: int, are_ids: bool) -> list[Tensor]:

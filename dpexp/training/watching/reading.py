@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import random
 from collections.abc import Callable, Collection, Hashable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from dpexp.errors import UserError
 from dpexp.training import generators
+from dpexp.training.watching.collated import by_name
 
 # examples that are made, and how often: chance may decide whether anything is mixed
 EXAMPLES, TIMES = 8, 2
@@ -25,6 +27,7 @@ FEW = 64
 SMALL = 1 << 16
 # the numbers of later examples, and rows that are kept for them, stay what they are
 _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
+_SIZED = (list, tuple, Tensor, np.ndarray)
 _KEPT = (*_GENERATORS, MutableMapping, list)
 READS_OTHERS = (
     "the data set makes one example of several rows: another row of its {name} changes it (mixup, CutMix or mosaic in "
@@ -38,6 +41,11 @@ REMEMBERS = (
     "of them (the row before, a running mean, the first row of a class, a counter). What somebody gave would then be in the "
     "gradients of other examples too, and move more than one clipped gradient. Make each example of its own row alone, by its "
     "number and random numbers of torch, numpy or random"
+)
+REPEATS = (
+    "the data set gives one row under several numbers (rows[i % n], i // copies, a row that chance chooses, balanced classes), "
+    "and privacy would protect each of these by itself. Give every row once, under its own number, with a weight in "
+    "its loss where it is to count more; or say whose each is (users=)"
 )
 
 
@@ -134,6 +142,8 @@ def _mixed(dataset: Any, users: Sequence[Hashable | None] | None = None) -> str 
         return None
     items = [taken[i * (len(taken) - 1) // (EXAMPLES - 1)] for i in range(EXAMPLES)]
     made = {(item, seed): _made(dataset, item, seed) for item in items for seed in range(TIMES)}
+    if users is None and _repeats(dataset, items, made):
+        return REPEATS
     for name in made[items[0], 0][1]:
         read = {key: places[name] for key, (_, places) in made.items() if places[name]}
         order = next(
@@ -157,6 +167,31 @@ def _mixed(dataset: Any, users: Sequence[Hashable | None] | None = None) -> str 
                 if made[item, seed][0] == now[0] != there[0]:
                     return READS_OTHERS.format(name=name)
     return REMEMBERS if _remembers(dataset, items, users) else None
+
+
+def _repeats(dataset: Any, items: Sequence[int], made: dict[tuple[int, int], Any]) -> bool:
+    """Whether two numbers have the same row: one that chance alone has chosen, or all of them as rows come round again."""
+    for one, other in itertools.combinations(items, 2):
+        (here, places), chance = made[one, 0], made[one, 1][0]
+        same = all(made[one, seed] == made[other, seed] for seed in range(TIMES))
+        if same and any(places.values()) and here != chance:
+            return True
+    size, first = len(dataset), [made[item, 0][0] for item in items]
+    if all(here == first[0] for here in first):
+        return False
+    counts = {
+        len(value)
+        for value in vars(dataset).values()
+        if isinstance(value, _SIZED) and getattr(value, "ndim", None) != 0
+    }
+    for count in counts:
+        if EXAMPLES <= count < size and size % count == 0:
+            copies = size // count
+            rounds = [(item + count) % size for item in items]
+            beside = [item // copies * copies + (item + 1) % copies for item in items]
+            if any([_made(dataset, item, 0)[0] for item in twins] == first for twins in (rounds, beside)):
+                return True
+    return False
 
 
 def _remembers(dataset: Any, items: Sequence[int], users: Sequence[Hashable | None] | None) -> bool:
@@ -234,7 +269,7 @@ def _read(dataset: Any, item: int, seed: int) -> list[Any]:
     """What is equal of an example that is the same one."""
     generators.seed_public(seed)
     example = dataset[item]
-    return [*map(_content, tree_leaves(dict(example) if hasattr(example, "keys") else example))]
+    return [*map(_content, tree_leaves(by_name(example)))]
 
 
 def _content(part: Any) -> tuple[Any, bytes]:
