@@ -3,7 +3,7 @@
 import hashlib
 import hmac
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -219,7 +219,7 @@ def check_optimizers(ranks: Ranks, optimizer: torch.optim.Optimizer, model: nn.M
     }
     known = sorted((name, what) for name, state in states.items() for what in state)
     ranks.agree("the optimizer", {"groups": str(groups), "state": str(known)})
-    ranks.agree("the optimizer's state", checksum(states[name][what] for name, what in known).hex())
+    ranks.agree("the optimizer's state", checksum_of_any(states[name][what] for name, what in known).hex())
 
 
 def _a_few_of(dataset: Any, key: bytes) -> str:
@@ -244,8 +244,14 @@ def _a_few_of(dataset: Any, key: bytes) -> str:
 def model_identity(model: nn.Module) -> tuple[dict[str, str], bytes]:
     """Name, shape and dtype of what trains, and a checksum of what is frozen (with all buffers left out)."""
     trained = {name: f"{list(p.shape)} {p.dtype}" for name, p in model.named_parameters() if p.requires_grad}
-    frozen = [p for p in model.parameters() if not p.requires_grad]
-    return trained, checksum(part for p in frozen for part in ([p] if is_shard(p) else held_in(p)))
+    return trained, checksum_of_any(p for p in model.parameters() if not p.requires_grad)
+
+
+def checksum_of_any(tensors: Iterable[Tensor]) -> bytes:
+    """As `checksum`, also of tensors that are no block of numbers (sparse, quantised): of what holds them."""
+    return checksum(
+        part for tensor in tensors for part in ([tensor] if is_shard(tensor) else held_in(tensor))
+    )
 
 
 class _Unknown(Exception):

@@ -9,15 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from dpexp.clipping.independence.comparison import held_in
-from dpexp.clipping.sharding import is_shard
 from dpexp.clipping.thresholds import FixedThresholds
 from dpexp.durable import make_folder
 from dpexp.errors import UserError
 from dpexp.parallel import Ranks
-from dpexp.privacy.fingerprint import checksum
 from dpexp.privacy.ledger import Ledger
 from dpexp.training import state
+from dpexp.training.identity import checksum_of_any
 from dpexp.training.own_loop.keeping import Kept
 from dpexp.training.steps import Steps
 from dpexp.training.watching.guards import GuardedOptimizer
@@ -138,8 +136,5 @@ class Checkpoints:
         """What tells the state of now from others."""
         present = self._present()
         leaves = tree_leaves([present.model, present.optimizer, present.kept])
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        held = checksum(
-            part for tensor in tensors for part in ([tensor] if is_shard(tensor) else held_in(tensor))
-        )
-        return f"{held.hex()} {[leaf for leaf in leaves if not isinstance(leaf, Tensor)]}"
+        tensors = checksum_of_any(leaf for leaf in leaves if isinstance(leaf, Tensor))
+        return f"{tensors.hex()} {[leaf for leaf in leaves if not isinstance(leaf, Tensor)]}"

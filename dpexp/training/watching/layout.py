@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,13 +22,13 @@ class Layout:
 
     Attributes:
         axes: tensor -> the dimension in which its examples stand, where that leaves no doubt.
-        ends: tensor -> how many rows each example has in it, of those that hold the rows of all end to end.
+        ends: tensor -> `EndToEnd`, of those that hold the rows of all examples one behind the other.
         padding: see `padded.padding_of`.
     """
 
-    axes: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)
-    ends: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)
-    padding: Padding = ()
+    axes: WeakIdKeyDictionary
+    ends: WeakIdKeyDictionary
+    padding: Padding
 
 
 def layout_of(collate_fn: Collate, examples: Sequence[Any], units: int, batch: Any) -> Layout:
@@ -50,14 +50,13 @@ def _ends_of(
 ) -> WeakIdKeyDictionary:
     """Find the tensors that are what their examples become alone, one behind the other."""
     found, rows = WeakIdKeyDictionary(), len(examples) // units
-    whole = list(tensors_in(batch))
+    whole = tensors_in(batch)
     left = [place for place, tensor in enumerate(whole) if tensor.dim() and _may_be(tensor, units, axes)]
     if units == 1 or not left:
         return found
     alone = list[list[Tensor]]()
     for first in range(0, len(examples), rows):
-        one = collated(collate_fn, examples[first : first + rows])
-        alone.append(list(tensors_in(one)))
+        alone.append(tensors_in(collated(collate_fn, examples[first : first + rows])))
         if len(alone[-1]) != len(whole):
             return found
     for place in left:
@@ -68,7 +67,7 @@ def _ends_of(
 
 
 def _may_be(tensor: Tensor, units: int, axes: WeakIdKeyDictionary) -> bool:
-    """Whether it may be, as far as is known: each example may have as many rows as any other."""
+    """Whether examples may lie end to end in a tensor: where each has a row of its own, they do not."""
     return tensor not in axes or (axes[tensor] == 0 and len(tensor) != units)
 
 
