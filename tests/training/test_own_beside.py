@@ -72,6 +72,39 @@ def in_noise_now_and_then(x: Tensor) -> Tensor:
     return x + 0.1 * torch.randn_like(x) if random.random() < 0.5 else x
 
 
+def in_some_order(x: Tensor) -> Tensor:
+    for function in random.sample([torch.tanh, torch.sin, torch.exp], 3):
+        x = function(x)
+    return torch.rand(len(x), 1) * x
+
+
+def filled_up(x: Tensor) -> Tensor:
+    return torch.where(x > 0, x, torch.rand(1).repeat(len(x), 1))
+
+
+class Timed(nn.Module):
+    """A model of rows and of what else it is given: a number, or one for each row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = network()
+        self.register_buffer("times", torch.linspace(0, 1, 100).view(10, 10))
+
+    def forward(self, x: Tensor, time: Any, scale: float = 1.0) -> Tensor:
+        if not isinstance(time, Tensor):
+            return self.inner(scale * x + time)
+        return self.inner(x + (time if time.is_floating_point() else self.times[time]))
+
+
+def timed(*others: Callable[[int], Any], **named: Callable[[int], Any]) -> Callable[[Any, Any], Tensor]:
+    def losses(engine: Any, batch: Any) -> Tensor:
+        given = [of(len(batch[0])) for of in others]
+        outputs = engine.model(batch[0], *given, **{name: of(len(batch[0])) for name, of in named.items()})
+        return cross_entropy(outputs, batch[1], reduction="none")
+
+    return losses
+
+
 class Counting:
     """A factor that falls with each physical batch."""
 
@@ -120,6 +153,10 @@ SHARED: dict[str, Callable[[], Callable[[Any, Any], Tensor]]] = {
     "how much noise": lambda: by(lambda x: x + random.random() * torch.randn_like(x)),
     "a number of numpy": lambda: by(lambda x: x * np.exp(np.random.rand())),
     "dropout of columns": lambda: by(lambda x: x * nn.functional.dropout(torch.ones(1, 10), 0.5)),
+    "a factor that is repeated": lambda: by(lambda x: x * torch.rand(1).repeat(len(x), 1)),
+    "a mask that is repeated": lambda: by(lambda x: x * torch.rand(10).round(decimals=1).repeat(len(x), 1)),
+    "a number that is repeated where a row has none": lambda: by(filled_up),
+    "an order": lambda: by(in_some_order),
     "a projection": lambda: by(lambda x: x @ torch.randn(10, 10)),
     "public rows": lambda: rehearsing,
     "dropout on public rows": lambda: with_dropout_on_public_rows,
@@ -135,6 +172,35 @@ def test_what_is_drawn_for_a_physical_batch_or_follows_each_of_them_is_refused(t
         UserError, match="something else of one physical batch than of another one of the same step"
     ):
         train(make(tmp_path), losses=SHARED[name]())
+
+
+DRAWN_ONCE: dict[str, Callable[[Any, Any], Tensor]] = {
+    "a time": timed(lambda n: torch.full((n,), random.randrange(10))),
+    "a time that is expanded": timed(lambda n: torch.randint(10, (1,)).expand(n)),
+    "a level": timed(lambda n: torch.rand(1, 1)),
+    "a level that is repeated": timed(lambda n: torch.rand(1).repeat(n, 1)),
+    "a number": timed(lambda n: random.random()),
+    "a number by name": timed(lambda n: 0.5, scale=lambda n: random.random()),
+}
+OWN_TIMES: dict[str, Callable[[Any, Any], Tensor]] = {
+    "times": timed(lambda n: torch.randint(10, (n,))),
+    "one of three times": timed(lambda n: torch.randint(3, (n,))),
+    "levels": timed(lambda n: torch.rand(n, 1)),
+    "one time": timed(lambda n: torch.full((n,), 3)),
+    "places": timed(lambda n: torch.arange(n) % 10 * 0),
+    "one number": timed(lambda n: 0.5, scale=lambda n: 2.0),
+}
+
+
+@pytest.mark.parametrize("name", DRAWN_ONCE)
+def test_what_enters_the_model_beside_its_rows_is_the_same_in_all_pieces_of_a_step(tmp_path, name):
+    with pytest.raises(UserError, match="what the model is given beside it"):
+        train(make(tmp_path, Timed(), steps=12), losses=DRAWN_ONCE[name])
+
+
+@pytest.mark.parametrize("name", OWN_TIMES)
+def test_what_each_example_draws_may_enter_the_model(tmp_path, name):
+    assert train(make(tmp_path, Timed()), losses=OWN_TIMES[name]).finished
 
 
 def each_row(x: Tensor) -> Tensor:
@@ -160,6 +226,18 @@ def some(x: Tensor) -> Tensor:
 def where_a_row_asks_for_it(engine: Any, batch: Any) -> Tensor:
     losses = losses_of(engine, batch)
     return torch.where(batch[1] == 2, 2 * losses, losses) if (batch[1] == 2).any() else losses
+
+
+def one_of_three(x: Tensor) -> Tensor:
+    factor, place = torch.tensor([0.5, 1.5, 2.5]), torch.randint(3, (len(x), 1))
+    return factor[place] * x
+
+
+def one_of_three_functions(x: Tensor) -> Tensor:
+    chosen = torch.randint(3, (len(x), 1))
+    for number in chosen.unique().tolist():
+        x = torch.where(chosen == number, (torch.tanh, torch.sin, torch.exp)[number](x), x)
+    return x
 
 
 def told_now_and_then(x: Tensor) -> Tensor:
@@ -190,11 +268,27 @@ OWN: dict[str, Callable[[Any, Any], Tensor]] = {
     "partners and shares of public rows": by(
         lambda x: x + torch.rand(len(x), 1) * PUBLIC[torch.randint(50, (len(x),))]
     ),
+    "one factor of three": by(one_of_three),
+    "one function of three": by(one_of_three_functions),
+    "factors of columns": by(lambda x: x * torch.arange(0.5, 10).repeat(len(x), 1)),
     "a coin of no use": by(told_now_and_then),
     "what rows of one class ask for": where_a_row_asks_for_it,
     "what follows from the step": by_the_step,
     "public rows of the step": rehearsed,
 }
+
+
+def test_a_coin_is_taken_for_one_of_all_examples_where_many_have_the_same(tmp_path):
+    def flipped(x: Tensor) -> Tensor:
+        return torch.where((torch.rand(1) < 0.5).repeat(len(x), 1), x.flip(-1), x)
+
+    with pytest.raises(UserError, match="what where is given beside it"):
+        train(make(tmp_path / "one", batch_size=40), 17, losses=by(flipped))
+
+    def flipped_each(x: Tensor) -> Tensor:
+        return torch.where(torch.rand(len(x), 1) < 0.5, x.flip(-1), x)
+
+    assert train(make(tmp_path / "each", batch_size=40), 17, losses=by(flipped_each)).finished
 
 
 @pytest.mark.parametrize("name", OWN)

@@ -7,8 +7,9 @@ border one; where a number is drawn for a whole batch, or follows each of them, 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,38 +23,72 @@ from dpexp.training.watching.trace import Trace
 
 # of larger tensors, as of a network beside the model, a few numbers are compared
 SMALL = 1 << 12
-# whole numbers may be places of rows
+# whole numbers may be places of rows, if they are not one for all
 COMPARED = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.bool}
 # what they return is what they are given, or goes by an index, row by row
 PLACING = {"clone", "contiguous", "detach", "to", "float", "__setitem__", "index_put", "index_put_", "where"}
+# so many equal rows are one draw, repeated for all of them; coins of 8 examples are equal now and then
+MANY, COINS = 8, 16
 
 
 @dataclass(frozen=True, eq=False)
 class Constant:
-    """A tensor that is no batch's; ``sure``: no size of it says that it might have rows of each example."""
+    """A tensor that is no batch's.
+
+    Attributes:
+        shape: its own; of one row where they are repeated.
+        some: of its numbers.
+        sure: whether no size of it says that it might have rows of each example.
+        repeated: whether it has a row for each of many examples, and all are equal.
+    """
 
     shape: torch.Size
     some: Tensor | None
     sure: bool
+    repeated: bool = False
 
     @classmethod
     def of(cls, tensor: Tensor, examples: int) -> Constant:
         if tensor.layout != torch.strided or tensor.is_nested:
             return cls(torch.Size(), None, False)
+        repeated = _repeated(tensor, examples)
         for axis, stride in enumerate(tensor.stride()):
-            if stride == 0 and tensor.shape[axis] > 1:
+            if tensor.shape[axis] > 1 and (stride == 0 or (axis == 0 and repeated)):
                 # one for all rows, expanded to as many as there are
                 tensor = tensor.narrow(axis, 0, 1)
         some = tensor.detach() if tensor.numel() <= SMALL else few_numbers(tensor)
+        if tensor.dtype not in COMPARED and not repeated:
+            return cls(tensor.shape, None, False)
         rows = examples in tensor.shape or (tensor.dim() > 0 and len(tensor) % examples == 0)
-        return cls(tensor.shape, None if some is None else some.clone(), not rows)
+        return cls(tensor.shape, None if some is None else some.clone(), not rows or repeated, repeated)
 
-    def differs(self, other: Constant, resized: bool) -> bool:
-        """Whether it is another one beside another batch; ``resized``: of another size, which rows would have gone with."""
+    def differs(self, other: Constant, resized: bool, alike: bool) -> bool:
+        """Whether it is another one beside another batch.
+
+        Args:
+            other: what stood there.
+            resized: whether the batch has another size, which rows would have gone with.
+            alike: whether its tensors are as long as those of the other, as whole numbers may be lengths.
+        """
         a, b = self.some, other.some
-        if a is None or b is None or self.shape != other.shape or not (resized or self.sure):
+        if a is None or b is None or self.shape != other.shape:
+            return False
+        if not (resized or self.sure) or (a.dtype not in COMPARED and not alike):
             return False
         return not same_buffer(a, b)
+
+
+def _repeated(tensor: Tensor, examples: int) -> bool:
+    """Whether all rows are equal, and so many that no examples have drawn them, each by itself."""
+    if tensor.dim() == 0 or tensor.numel() == 0 or len(tensor) % examples:
+        return False
+    if tensor.stride(0) == 0:
+        return len(tensor) > 1
+    if examples < MANY:
+        return False
+    first = tensor[:1]
+    coins = tensor.dtype == torch.bool or bool((first == first.round()).all() and (first.abs() <= 1).all())
+    return examples >= (COINS if coins else MANY) and bool((tensor == first).all())
 
 
 class Together(NamedTuple):
@@ -71,6 +106,23 @@ class Together(NamedTuple):
     real: list[str]
     whole: list[str]
     beside: list[Constant]
+
+    @classmethod
+    def of(
+        cls, name: str, given: Any, beside: Iterable[Tensor], examples: int, whole: bool = True
+    ) -> Together:
+        """Take it from what a function was given; ``whole``: whether whole numbers are arithmetic."""
+        # numpy's own number is a float, and True an int
+        numbers = [
+            leaf for leaf in tree_leaves(given) if isinstance(leaf, float | slice) or type(leaf) is int
+        ]
+        return cls(
+            name,
+            [*map(repr, numbers)],
+            [repr(number) for number in numbers if isinstance(number, float)],
+            [repr(number) for number in numbers if whole and type(number) is int],
+            [Constant.of(tensor, examples) for tensor in beside],
+        )
 
 
 def _along(line: Line) -> bool:
@@ -91,6 +143,8 @@ class Beside:
         sure: whether no row is as long as that.
         shapes: of its tensors.
         calls: that all of its rows went through, on their way to the losses.
+        placing: those that place rows, by what was repeated for all of them.
+        entering: calls of the model.
         few: whether numbers were drawn, but fewer than there are examples.
     """
 
@@ -98,6 +152,8 @@ class Beside:
     sure: bool
     shapes: list[torch.Size]
     calls: list[Together]
+    placing: list[Together]
+    entering: list[Together]
     few: bool
 
     @classmethod
@@ -105,26 +161,23 @@ class Beside:
         """Take it from a trace, whose tape still holds all."""
         tape, count = trace.tape, trace.examples
         entered = [number for call in trace.calls for number in call]
-        calls = []
+        calls, placing = [], []
         for i in sorted(tape.behind([*entered, tape.numbers.get(losses, 0)])):
             line = tape.lines[i]
             name = name_of(line.func)
-            if not line.together or (name in PLACING and not _along(line)):
+            if not line.together:
                 continue
-            # numpy's own number is a float, and True an int
-            leaves = tree_leaves(line.given)
-            given = [leaf for leaf in leaves if isinstance(leaf, float | slice) or type(leaf) is int]
-            real = [repr(number) for number in given if isinstance(number, float)]
-            whole = [
-                repr(number) for number in given if type(number) is int and name.strip("_") in BROADCASTING
-            ]
             held = [tape.held[number] for number in line.slots if number in tape.beside]
-            beside = [Constant.of(t, count) for t in held if t.dtype in COMPARED]
-            calls.append(Together(name, [*map(repr, given)], real, whole, beside))
+            call = Together.of(name, line.given, held, count, whole=name.strip("_") in BROADCASTING)
+            if name not in PLACING or _along(line):
+                calls.append(call)
+            elif any(constant.repeated for constant in call.beside):
+                placing.append(call)
+        entering = [Together.of("the model", *call, count) for call in trace.entering]
         rowed = [t for t in trace.known.rowed if t.dim()]
         sure = not trace.known.listed and not any(count in t.shape[1:] for t in rowed)
         drawn = trace.drawn + trace.chance.count(count)
-        return cls(count, sure, trace.shapes, calls, drawn in range(1, count))
+        return cls(count, sure, trace.shapes, calls, placing, entering, drawn in range(1, count))
 
     def unlike(self, other: Beside) -> str:
         """Say in words what stood beside this batch, and not beside another one of the same step; "" if nothing is seen."""
@@ -132,13 +185,23 @@ class Beside:
         if not (resized or (self.sure and other.sure)):
             # a row may have been taken for the batch
             return ""
-        if [call.name for call in self.calls] == [call.name for call in other.calls]:
-            for a, b in zip(self.calls, other.calls, strict=True):
+        names, others = ([call.name for call in beside.calls] for beside in (self, other))
+        kinds = (
+            (self.calls, other.calls),
+            (self.placing, other.placing),
+            (self.entering, other.entering),
+        )
+        for mine, theirs in kinds:
+            if [call.name for call in mine] != [call.name for call in theirs]:
+                continue
+            for a, b in zip(mine, theirs, strict=True):
                 constants = zip(a.beside, b.beside, strict=False)
-                changed = any(here.differs(there, resized) for here, there in constants)
+                changed = any(here.differs(there, resized, alike) for here, there in constants)
                 # whole numbers may be sizes of the batch
                 if changed or a.real != b.real or (alike and a.whole != b.whole):
                     return f"what {a.name} is given beside it"
+        if names != others and sorted(names) == sorted(others):
+            return "the order of what is done with all of its examples together"
         # what each example draws for itself may decide what is done with all of them; noise may be what a coin has decided
         decided = alike and (self.few or other.few)
         if decided and [call[:2] for call in self.calls] != [call[:2] for call in other.calls]:

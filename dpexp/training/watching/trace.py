@@ -122,6 +122,8 @@ class Trace(TorchFunctionMode):
         self.tape = Tape(self.known, self.rows, self.sizes, examples)
         # what the loop has made and gives to the model, by its calls
         self.calls: list[list[int]] = []
+        # what else these were given: numbers, and tensors of which nothing is known
+        self.entering: list[tuple[list[float], list[Tensor]]] = []
         # whether rows of the batch enter the model in the order in which they came
         self.as_it_came = False
         # whether anything of the batch has entered the model, and anything with its rows of which nothing is known
@@ -219,7 +221,12 @@ class Trace(TorchFunctionMode):
         self.calls.append([])
         if self.failure:
             return
-        self._met |= any(t in self.known.rowed or self.tape.knows(t) for t in entering)
+        of_batch = any(t in self.known.rowed or self.tape.knows(t) for t in entering)
+        self._met |= of_batch
+        beside: list[Tensor] = []
+        if of_batch:
+            numbers = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, float | int)]
+            self.entering.append((numbers, beside))
         for tensor in entering:
             ends = tensor in self.rows.ends
             if tensor in self.known.rowed and tensor not in self.tape.numbers and not ends:
@@ -234,6 +241,7 @@ class Trace(TorchFunctionMode):
                 self._of_batch = False
                 self._old_inside = True
             else:
+                beside.append(tensor)
                 self._strange |= self.tape.note_arrival(tensor)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
