@@ -20,6 +20,7 @@ from dpexp.durable import flattened, write_atomic, write_json
 from dpexp.errors import INTERRUPTED, UserError
 from dpexp.importing import file_of
 from dpexp.models import ModelBundle, build_tokenizer
+from dpexp.models.precision import slowdown
 from dpexp.parallel import ALONE, Ranks, joined, started_by_torchrun
 from dpexp.privacy.caveats import noise_that_follows, pointless
 from dpexp.privacy.keys import COPIED, KEY, Keys, delete_key, open_keys
@@ -356,6 +357,12 @@ def announce(run: RunConfig, trainer: Trainer, folder: Path, console: Console) -
             lines.append(
                 f"noise over time: schedule={plan.schedule.name}, noise multiplier {last:.4f} in the last step"
             )
+    times = slowdown(run.runtime.precision, trainer.device)
+    if times > 2:
+        lines.append(
+            f"note: this processor has no fast instructions for {run.runtime.precision}: products of matrices take {times:.0f} "
+            "times as long as with runtime.precision=fp32"
+        )
     if told := what_is_told(run):
         lines.append(told)
     if not trainer.step and (beside := siblings.sentence(run, to_dict(run), folder, plan)):

@@ -16,6 +16,7 @@ from dpexp import record, siblings
 from dpexp.clipping.engines import ENGINES
 from dpexp.config import compose, run_folder, to_dict
 from dpexp.errors import UserError
+from dpexp.models.precision import slowdown
 from dpexp.privacy import accountants
 from dpexp.privacy.events import decode
 from dpexp.privacy.shown import upwards
@@ -40,6 +41,20 @@ def prepare(runs, *overrides):
     folder = run_folder(run)
     folder.mkdir(parents=True)
     return run, folder
+
+
+@pytest.mark.parametrize(("times", "said"), [(40.0, True), (1.2, False)])
+def test_a_precision_that_the_processor_computes_slowly_is_told(tmp_path, monkeypatch, times, said):
+    monkeypatch.setattr("dpexp.train.slowdown", lambda precision, device: times)
+    run, folder = prepare(tmp_path, "optim.steps=1", "runtime.dry_run=true")
+    console = Console(record=True, width=400)
+    train(run, folder, console)
+    assert ("take 40 times as long as with runtime.precision=fp32" in console.export_text()) == said
+
+
+def test_how_much_slower_a_precision_is_is_measured():
+    assert slowdown("fp32", torch.device("cpu")) == 1
+    assert slowdown("bf16", torch.device("cpu")) > 0
 
 
 @pytest.fixture(scope="module")
