@@ -25,7 +25,7 @@ def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any
 def slowdown(precision: str, device: torch.device) -> float:
     """Measure how many times as long as in 32 bits a product of matrices takes in a precision: 1 for fp32.
 
-    A processor without instructions for 16 bits computes in them all the same, some fifty times slower, and says nothing.
+    A processor without instructions for 16 bits computes in them all the same, many times slower, and says nothing.
     """
     dtype = PRECISIONS[precision]
     if dtype is None:
