@@ -82,29 +82,6 @@ def filled_up(x: Tensor) -> Tensor:
     return torch.where(x > 0, x, torch.rand(1).repeat(len(x), 1))
 
 
-class Timed(nn.Module):
-    """A model of rows and of what else it is given: a number, or one for each row."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = network()
-        self.register_buffer("times", torch.linspace(0, 1, 100).view(10, 10))
-
-    def forward(self, x: Tensor, time: Any, scale: float = 1.0) -> Tensor:
-        if not isinstance(time, Tensor):
-            return self.inner(scale * x + time)
-        return self.inner(x + (time if time.is_floating_point() else self.times[time]))
-
-
-def timed(*others: Callable[[int], Any], **named: Callable[[int], Any]) -> Callable[[Any, Any], Tensor]:
-    def losses(engine: Any, batch: Any) -> Tensor:
-        given = [of(len(batch[0])) for of in others]
-        outputs = engine.model(batch[0], *given, **{name: of(len(batch[0])) for name, of in named.items()})
-        return cross_entropy(outputs, batch[1], reduction="none")
-
-    return losses
-
-
 class Counting:
     """A factor that falls with each physical batch."""
 
@@ -172,35 +149,6 @@ def test_what_is_drawn_for_a_physical_batch_or_follows_each_of_them_is_refused(t
         UserError, match="something else of one physical batch than of another one of the same step"
     ):
         train(make(tmp_path), losses=SHARED[name]())
-
-
-DRAWN_ONCE: dict[str, Callable[[Any, Any], Tensor]] = {
-    "a time": timed(lambda n: torch.full((n,), random.randrange(10))),
-    "a time that is expanded": timed(lambda n: torch.randint(10, (1,)).expand(n)),
-    "a level": timed(lambda n: torch.rand(1, 1)),
-    "a level that is repeated": timed(lambda n: torch.rand(1).repeat(n, 1)),
-    "a number": timed(lambda n: random.random()),
-    "a number by name": timed(lambda n: 0.5, scale=lambda n: random.random()),
-}
-OWN_TIMES: dict[str, Callable[[Any, Any], Tensor]] = {
-    "times": timed(lambda n: torch.randint(10, (n,))),
-    "one of three times": timed(lambda n: torch.randint(3, (n,))),
-    "levels": timed(lambda n: torch.rand(n, 1)),
-    "one time": timed(lambda n: torch.full((n,), 3)),
-    "places": timed(lambda n: torch.arange(n) % 10 * 0),
-    "one number": timed(lambda n: 0.5, scale=lambda n: 2.0),
-}
-
-
-@pytest.mark.parametrize("name", DRAWN_ONCE)
-def test_what_enters_the_model_beside_its_rows_is_the_same_in_all_pieces_of_a_step(tmp_path, name):
-    with pytest.raises(UserError, match="what the model is given beside it"):
-        train(make(tmp_path, Timed(), steps=12), losses=DRAWN_ONCE[name])
-
-
-@pytest.mark.parametrize("name", OWN_TIMES)
-def test_what_each_example_draws_may_enter_the_model(tmp_path, name):
-    assert train(make(tmp_path, Timed()), losses=OWN_TIMES[name]).finished
 
 
 def each_row(x: Tensor) -> Tensor:

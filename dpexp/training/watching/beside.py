@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from dpexp.clipping.independence.comparison import same_buffer
 from dpexp.clipping.operations.others import BROADCASTING
+from dpexp.training.watching.entering import Entering
 from dpexp.training.watching.guards import few_numbers
 from dpexp.training.watching.lines import Line, name_of
 from dpexp.training.watching.trace import Trace
@@ -144,7 +145,7 @@ class Beside:
         shapes: of its tensors.
         calls: that all of its rows went through, on their way to the losses.
         placing: those that place rows, by what was repeated for all of them.
-        entering: calls of the model.
+        entering: calls of the model, and what stood in its modules.
         few: whether numbers were drawn, but fewer than there are examples.
     """
 
@@ -153,7 +154,7 @@ class Beside:
     shapes: list[torch.Size]
     calls: list[Together]
     placing: list[Together]
-    entering: list[Together]
+    entering: list[tuple[Together, Entering]]
     few: bool
 
     @classmethod
@@ -173,7 +174,9 @@ class Beside:
                 calls.append(call)
             elif any(constant.repeated for constant in call.beside):
                 placing.append(call)
-        entering = [Together.of("the model", *call, count) for call in trace.entering]
+        entering = [
+            (Together.of("the model", call.numbers, call.beside, count), call) for call in trace.entering
+        ]
         rowed = [t for t in trace.known.rowed if t.dim()]
         sure = not trace.known.listed and not any(count in t.shape[1:] for t in rowed)
         drawn = trace.drawn + trace.chance.count(count)
@@ -186,10 +189,15 @@ class Beside:
             # a row may have been taken for the batch
             return ""
         names, others = ([call.name for call in beside.calls] for beside in (self, other))
+        # a model may be called as often as it likes
+        entering = [*zip(self.entering, other.entering, strict=False)]
+        for (_, here), (_, there) in entering:
+            if name := here.unlike(there, alike):
+                return f"{name} of the model"
         kinds = (
             (self.calls, other.calls),
             (self.placing, other.placing),
-            (self.entering, other.entering),
+            *(([a], [b]) for (a, _), (b, _) in entering),
         )
         for mine, theirs in kinds:
             if [call.name for call in mine] != [call.name for call in theirs]:

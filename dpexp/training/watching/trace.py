@@ -22,6 +22,7 @@ from dpexp.clipping.tapping.forwards import tensors_in
 from dpexp.errors import UntoldError, UserError, without_data
 from dpexp.training.generators import Drawn
 from dpexp.training.watching.aliases import Aliases
+from dpexp.training.watching.entering import Entering
 from dpexp.training.watching.flows import EARLIER, REPEATED
 from dpexp.training.watching.layout import Layout
 from dpexp.training.watching.lines import (
@@ -122,8 +123,8 @@ class Trace(TorchFunctionMode):
         self.tape = Tape(self.known, self.rows, self.sizes, examples)
         # what the loop has made and gives to the model, by its calls
         self.calls: list[list[int]] = []
-        # what else these were given: numbers, and tensors of which nothing is known
-        self.entering: list[tuple[list[float], list[Tensor]]] = []
+        # those with rows of the batch
+        self.entering: list[Entering] = []
         # whether rows of the batch enter the model in the order in which they came
         self.as_it_came = False
         # whether anything of the batch has entered the model, and anything with its rows of which nothing is known
@@ -221,12 +222,10 @@ class Trace(TorchFunctionMode):
         self.calls.append([])
         if self.failure:
             return
-        of_batch = any(t in self.known.rowed or self.tape.knows(t) for t in entering)
-        self._met |= of_batch
-        beside: list[Tensor] = []
-        if of_batch:
-            numbers = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, float | int)]
-            self.entering.append((numbers, beside))
+        call = Entering.of(self.model, (args, kwargs))
+        if any(t in self.known.rowed or self.tape.knows(t) for t in entering):
+            self._met = True
+            self.entering.append(call)
         for tensor in entering:
             ends = tensor in self.rows.ends
             if tensor in self.known.rowed and tensor not in self.tape.numbers and not ends:
@@ -241,7 +240,7 @@ class Trace(TorchFunctionMode):
                 self._of_batch = False
                 self._old_inside = True
             else:
-                beside.append(tensor)
+                call.beside.append(tensor)
                 self._strange |= self.tape.note_arrival(tensor)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -253,6 +252,8 @@ class Trace(TorchFunctionMode):
                 made = [t for t in returned if t in within or t in private or self.rows.fits(t)]
                 self._have_rows(made or returned)
                 if self._inside == 1:
+                    if self.entering:
+                        self.entering[-1].leave(module)
                     self.known.returned.update(dict.fromkeys(made or returned, len(self.calls) - 1))
                     for tensor in made or returned:
                         self._aliases.add(tensor, whole=False)
