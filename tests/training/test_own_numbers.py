@@ -175,3 +175,23 @@ def test_numbers_that_are_written_down_or_only_printed_are_not_refused(tmp_path)
         print(found.detach().mean().item())
         engine.step(0.5 * found)
     assert engine.finished
+
+
+def weighted_by_counts(engine, batch):
+    x, y = batch
+    told = nn.functional.one_hot(y, 3).float()
+    weights = (1 + told).mean(0)
+    losses = nn.functional.binary_cross_entropy_with_logits(
+        engine.model(x), told, pos_weight=weights, reduction="none"
+    )
+    return losses.sum(1)
+
+
+def test_where_there_are_as_many_classes_as_examples_batches_of_other_sizes_tell(tmp_path):
+    """Weights ``[3]`` of a batch of 3 may be one for each example; a batch of 2 is not always of two classes."""
+    with pytest.raises(UserError, match="mixes examples"):
+        train(make(tmp_path / "long", steps=20), 3, losses=weighted_by_counts)
+    short = train(make(tmp_path / "short", steps=1, batch_size=6, noise_seed=2), 3, losses=weighted_by_counts)
+    assert any("seems to mix examples" in note for note in short.clipper.notes)
+    sound = train(make(tmp_path / "sound", steps=2), 3)
+    assert not sound.clipper.notes

@@ -53,6 +53,11 @@ PADDED = (
 )
 NOTE = "losses were not looked at for values that mix examples ({why}): engine.look_at_losses(losses, batch) asks for them again"
 
+OPEN = (
+    "the loop seems to mix examples. It may seem so because its batches have as many examples as there are of something else "
+    "(classes, columns), and too few batches of another size have told: take another physical batch size, and see whether it is "
+    "refused"
+)
 DRAWS = (
     "the loop draws for each row of its batch from a random generator of its own (generator=): under a seed that others can "
     "know, one example more changes what is drawn for all behind it, and no noise is for that. Leave the generator out: torch's, "
@@ -106,6 +111,8 @@ class LossWatch:
         self._trace: Trace | None = None
         # batches, by their size, in which examples seemed to be mixed, though rows may have been taken for what they are not
         self._doubted: set[int] = set()
+        # how many batches of other sizes have told that they are not
+        self._settled = 0
         # what stood beside batches of the present step
         self._step: Hashable = None
         self._beside: list[Beside] = []
@@ -235,16 +242,34 @@ class LossWatch:
             raise
         if trace.examples == 1 or told is None:
             self._tried = tried
+            self._note_open(last)
             return
         self._told += told
+        self._settled += told and trace.examples not in self._doubted
         # what equals a number of the batch may be a constant: another batch tells
         doubted = (
-            trace.sizes.scaled or trace.felt or beside.few or any(map(goes_by_size, self._numbers.values()))
+            trace.sizes.scaled
+            or trace.felt
+            or beside.few
+            or self._open
+            or any(map(goes_by_size, self._numbers.values()))
         )
         sure = self._told >= TOLD and told and not doubted
-        self._tried = PATIENCE if sure else tried + 1
+        if not self._open:
+            tried += 1
+        self._tried = PATIENCE if sure else tried
         if not told and (trace.lasting or ((last or self._tried == PATIENCE) and not self._told)):
             self._note(NOTE.format(why=trace.failure or "nothing in them goes by the rows of the batch"))
+        self._note_open(last)
+
+    @property
+    def _open(self) -> bool:
+        """Whether examples seem to be mixed, and too few batches of other sizes have told."""
+        return bool(self._doubted) and self._settled < TOLD
+
+    def _note_open(self, last: bool) -> None:
+        if last and self._open:
+            self._note(OPEN)
 
     def _note(self, note: str) -> None:
         if note not in self.notes:
