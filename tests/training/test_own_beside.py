@@ -219,6 +219,7 @@ OWN: dict[str, Callable[[Any, Any], Tensor]] = {
     "one factor of three": by(one_of_three),
     "one function of three": by(one_of_three_functions),
     "factors of columns": by(lambda x: x * torch.arange(0.5, 10).repeat(len(x), 1)),
+    "complex numbers": by(lambda x: (x * torch.full((len(x), 1), 1j).repeat(1, 10)).abs()),
     "a coin of no use": by(told_now_and_then),
     "what rows of one class ask for": where_a_row_asks_for_it,
     "what follows from the step": by_the_step,

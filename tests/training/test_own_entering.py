@@ -2,16 +2,19 @@
 
 import random
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import Dataset
 
 from dpexp.errors import UserError
-from tests.training.own_loop import losses_of, make, network, train
+from tests.training.own_loop import TASK, losses_of, make, network, train
 
 cross_entropy = nn.functional.cross_entropy
+NUM_EXAMPLES = len(TASK.train)
 
 
 class Timed(nn.Module):
@@ -104,3 +107,39 @@ def test_what_the_loop_sets_by_the_step_and_what_a_layer_notes_is_taken(tmp_path
     model = network()
     model[2] = Noting(0.0)
     assert train(make(tmp_path / "notes", model)).finished
+
+
+class Titled(Dataset[Any]):
+    """Rows with words: what the loop makes of these is as long as the longest."""
+
+    def __len__(self) -> int:
+        return NUM_EXAMPLES
+
+    def __getitem__(self, number: int) -> tuple[str, Tensor, int]:
+        return "a" * (1 + number % 31), TASK.train[number][0], number % 3
+
+
+def tokenised(engine: Any, batch: Any, dtype: torch.dtype) -> Tensor:
+    words, x, labels = batch
+    longest = max(map(len, words))
+    letters = torch.tensor([[1.0] * len(word) + [0.0] * (longest - len(word)) for word in words])
+    lengths = torch.full((len(words),), longest)
+    return cross_entropy(engine.model(x, letters, lengths.to(dtype)), labels, reduction="none")
+
+
+class Lengths(nn.Module):
+    """A model that is told how long its rows are with their padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.letter = network(), nn.Linear(1, 3)
+
+    def forward(self, x: Tensor, letters: Tensor, longest: Tensor) -> Tensor:
+        within = letters * (torch.arange(letters.shape[1]) < longest[:, None])
+        return self.inner(x) + (self.letter(letters[:, :, None]) * within[:, :, None]).sum(1)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float32])
+def test_lengths_of_padded_rows_that_the_loop_has_made_may_enter_the_model(tmp_path, dtype):
+    engine = make(tmp_path, Lengths(), dataset=Titled(), data_name="words", steps=12)
+    assert train(engine, losses=partial(tokenised, dtype=dtype)).finished

@@ -19,7 +19,7 @@ from dpexp.clipping.independence.comparison import same_buffer
 from dpexp.clipping.operations.others import BROADCASTING
 from dpexp.training.watching.entering import Entering
 from dpexp.training.watching.guards import few_numbers
-from dpexp.training.watching.lines import Line, name_of
+from dpexp.training.watching.lines import WHOLE, Line, name_of
 from dpexp.training.watching.trace import Trace
 
 # of larger tensors, as of a network beside the model, a few numbers are compared
@@ -63,18 +63,18 @@ class Constant:
         rows = examples in tensor.shape or (tensor.dim() > 0 and len(tensor) % examples == 0)
         return cls(tensor.shape, None if some is None else some.clone(), not rows or repeated, repeated)
 
-    def differs(self, other: Constant, resized: bool, alike: bool) -> bool:
+    def differs(self, other: Constant, resized: bool, as_long: bool) -> bool:
         """Whether it is another one beside another batch.
 
         Args:
             other: what stood there.
             resized: whether the batch has another size, which rows would have gone with.
-            alike: whether its tensors are as long as those of the other, as whole numbers may be lengths.
+            as_long: whether tensors are as long there, as whole numbers may be lengths.
         """
         a, b = self.some, other.some
         if a is None or b is None or self.shape != other.shape:
             return False
-        if not (resized or self.sure) or (a.dtype not in COMPARED and not alike):
+        if not (resized or self.sure) or (self.repeated and _whole(a) and _whole(b) and not as_long):
             return False
         return not same_buffer(a, b)
 
@@ -83,13 +83,20 @@ def _repeated(tensor: Tensor, examples: int) -> bool:
     """Whether all rows are equal, and so many that no examples have drawn them, each by itself."""
     if tensor.dim() == 0 or tensor.numel() == 0 or len(tensor) % examples:
         return False
+    if tensor.dtype not in COMPARED.union(WHOLE):
+        return False
     if tensor.stride(0) == 0:
         return len(tensor) > 1
     if examples < MANY:
         return False
     first = tensor[:1]
-    coins = tensor.dtype == torch.bool or bool((first == first.round()).all() and (first.abs() <= 1).all())
+    coins = _whole(first) and bool((first.float().abs() <= 1).all())
     return examples >= (COINS if coins else MANY) and bool((tensor == first).all())
+
+
+def _whole(tensor: Tensor) -> bool:
+    """Whether there are whole numbers alone."""
+    return not tensor.is_floating_point() or bool((tensor == tensor.round()).all())
 
 
 class Together(NamedTuple):
@@ -124,6 +131,16 @@ class Together(NamedTuple):
             [repr(number) for number in numbers if whole and type(number) is int],
             [Constant.of(tensor, examples) for tensor in beside],
         )
+
+    def unlike(self, other: Together, resized: bool, as_long: bool) -> bool:
+        """Whether a call was given something else beside another batch: see `Constant.differs`."""
+        constants = zip(self.beside, other.beside, strict=False)
+        changed = any(here.differs(there, resized, as_long) for here, there in constants)
+        return changed or self.real != other.real or (as_long and self.whole != other.whole)
+
+
+def _names(calls: Iterable[Together]) -> list[str]:
+    return [call.name for call in calls]
 
 
 def _along(line: Line) -> bool:
@@ -188,26 +205,20 @@ class Beside:
         if not (resized or (self.sure and other.sure)):
             # a row may have been taken for the batch
             return ""
-        names, others = ([call.name for call in beside.calls] for beside in (self, other))
-        # a model may be called as often as it likes
-        entering = [*zip(self.entering, other.entering, strict=False)]
-        for (_, here), (_, there) in entering:
-            if name := here.unlike(there, alike):
+        # whole numbers may be lengths, also of what the loop has made of texts
+        shapes = [[call.shapes for _, call in beside.entering] for beside in (self, other)]
+        as_long = alike and shapes[0] == shapes[1]
+        pairs: list[tuple[Together, Together]] = []
+        for (given, here), (given_there, there) in zip(self.entering, other.entering, strict=False):
+            if name := here.unlike(there, as_long):
                 return f"{name} of the model"
-        kinds = (
-            (self.calls, other.calls),
-            (self.placing, other.placing),
-            *(([a], [b]) for (a, _), (b, _) in entering),
-        )
-        for mine, theirs in kinds:
-            if [call.name for call in mine] != [call.name for call in theirs]:
-                continue
-            for a, b in zip(mine, theirs, strict=True):
-                constants = zip(a.beside, b.beside, strict=False)
-                changed = any(here.differs(there, resized, alike) for here, there in constants)
-                # whole numbers may be sizes of the batch
-                if changed or a.real != b.real or (alike and a.whole != b.whole):
-                    return f"what {a.name} is given beside it"
+            pairs.append((given, given_there))
+        for mine, theirs in ((self.calls, other.calls), (self.placing, other.placing)):
+            if _names(mine) == _names(theirs):
+                pairs += zip(mine, theirs, strict=True)
+        if unlike := next((a for a, b in pairs if a.unlike(b, resized, as_long)), None):
+            return f"what {unlike.name} is given beside it"
+        names, others = _names(self.calls), _names(other.calls)
         if names != others and sorted(names) == sorted(others):
             return "the order of what is done with all of its examples together"
         # what each example draws for itself may decide what is done with all of them; noise may be what a coin has decided

@@ -1,8 +1,10 @@
 """What a model is given with its rows: numbers, tensors, and what the loop has set in its modules."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -13,21 +15,22 @@ class Entering:
 
     Attributes:
         numbers: among its arguments.
+        shapes: of the tensors that enter.
         settings: of its modules, by name: see `settings_of`.
         beside: tensors of which nothing is known.
         moved: settings that the model's own forward has changed, as by counting.
     """
 
     numbers: list[float]
+    shapes: list[torch.Size]
     settings: dict[str, Any]
     beside: list[Tensor] = field(default_factory=list)
     moved: set[str] = field(default_factory=set)
 
     @classmethod
-    def of(cls, model: nn.Module, arguments: Any) -> "Entering":
-        return cls(
-            [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, float | int)], settings_of(model)
-        )
+    def of(cls, model: nn.Module, arguments: Any, entering: Iterable[Tensor]) -> "Entering":
+        numbers = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, float | int)]
+        return cls(numbers, [tensor.shape for tensor in entering], settings_of(model))
 
     def leave(self, model: nn.Module) -> None:
         """Note what the forward has changed."""
@@ -39,7 +42,7 @@ class Entering:
 
         Args:
             other: the call there.
-            alike: whether the tensors of both batches are as long; whole numbers may be lengths.
+            alike: whether tensors are as long there; whole numbers may be lengths.
         """
         for name, value in self.settings.items():
             there = other.settings.get(name, value)

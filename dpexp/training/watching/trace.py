@@ -222,7 +222,7 @@ class Trace(TorchFunctionMode):
         self.calls.append([])
         if self.failure:
             return
-        call = Entering.of(self.model, (args, kwargs))
+        call = Entering.of(self.model, (args, kwargs), entering)
         if any(t in self.known.rowed or self.tape.knows(t) for t in entering):
             self._met = True
             self.entering.append(call)
