@@ -54,6 +54,17 @@ OWN_TIMES: dict[str, Callable[[Any, Any], Tensor]] = {
     "levels": timed(lambda n: torch.rand(n, 1)),
     "one time": timed(lambda n: torch.full((n,), 3)),
     "places": timed(lambda n: torch.arange(n) % 10 * 0),
+    "a level for each call with one row": lambda engine, batch: cross_entropy(
+        torch.cat([engine.model(x[None], torch.rand(1, 1)) for x in batch[0]]), batch[1], reduction="none"
+    ),
+    "a number for each call with one row": lambda engine, batch: cross_entropy(
+        torch.cat([engine.model(x[None], random.random()) for x in batch[0]]), batch[1], reduction="none"
+    ),
+    "levels of a few rows at a time": lambda engine, batch: cross_entropy(
+        torch.cat([engine.model(x, torch.rand(len(x), 1)) for x in batch[0].split(3)]),
+        batch[1],
+        reduction="none",
+    ),
     "one number": timed(lambda n: 0.5, scale=lambda n: 2.0),
 }
 
@@ -80,11 +91,12 @@ def set_in_the_model(name: str, of: Callable[[Any], Any]) -> Callable[[Any, Any]
 class Noting(nn.Dropout):
     """A layer that notes what it does, also by numbers of its batch."""
 
-    calls, mean = 0, 0.0
+    calls, mean, wide = 0, 0.0, False
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
         self.mean = float(x.detach().mean())
+        self.wide = bool(x.detach().abs().max() > 0.9)
         return super().forward(x)
 
 

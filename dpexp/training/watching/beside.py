@@ -175,8 +175,14 @@ class Beside:
     few: bool
 
     @classmethod
-    def of(cls, trace: Trace, losses: Tensor) -> Beside:
-        """Take it from a trace, whose tape still holds all."""
+    def of(cls, trace: Trace, losses: Tensor, moved: set[str]) -> Beside:
+        """Take it from a trace, whose tape still holds all.
+
+        Args:
+            trace: of the batch.
+            losses: of it.
+            moved: settings that the model's own forward has changed beside any batch; those of this one are added.
+        """
         tape, count = trace.tape, trace.examples
         entered = [number for call in trace.calls for number in call]
         calls, placing = [], []
@@ -194,6 +200,9 @@ class Beside:
         entering = [
             (Together.of("the model", call.numbers, call.beside, count), call) for call in trace.entering
         ]
+        for met in trace.entering:
+            moved |= met.moved
+            met.moved = moved
         rowed = [t for t in trace.known.rowed if t.dim()]
         sure = not trace.known.listed and not any(count in t.shape[1:] for t in rowed)
         drawn = trace.drawn + trace.chance.count(count)

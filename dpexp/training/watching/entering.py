@@ -11,14 +11,14 @@ from torch.utils._pytree import tree_leaves
 
 @dataclass(eq=False)
 class Entering:
-    """A call of the model with rows of a batch.
+    """A call of the model with rows of all examples of a batch.
 
     Attributes:
         numbers: among its arguments.
         shapes: of the tensors that enter.
         settings: of its modules, by name: see `settings_of`.
         beside: tensors of which nothing is known.
-        moved: settings that the model's own forward has changed, as by counting.
+        moved: settings that the model's own forward has changed, as by counting, also beside other batches.
     """
 
     numbers: list[float]
@@ -46,7 +46,7 @@ class Entering:
         """
         for name, value in self.settings.items():
             there = other.settings.get(name, value)
-            if value != there and name not in self.moved | other.moved and (alike or type(value) is not int):
+            if value != there and name not in self.moved and (alike or type(value) is not int):
                 return name
         return ""
 

@@ -123,8 +123,9 @@ class Trace(TorchFunctionMode):
         self.tape = Tape(self.known, self.rows, self.sizes, examples)
         # what the loop has made and gives to the model, by its calls
         self.calls: list[list[int]] = []
-        # those with rows of the batch
+        # those with the rows of all examples
         self.entering: list[Entering] = []
+        self._call: Entering | None = None
         # whether rows of the batch enter the model in the order in which they came
         self.as_it_came = False
         # whether anything of the batch has entered the model, and anything with its rows of which nothing is known
@@ -222,9 +223,10 @@ class Trace(TorchFunctionMode):
         self.calls.append([])
         if self.failure:
             return
-        call = Entering.of(self.model, (args, kwargs), entering)
-        if any(t in self.known.rowed or self.tape.knows(t) for t in entering):
-            self._met = True
+        self._call = call = Entering.of(self.model, (args, kwargs), entering)
+        of_batch = [t for t in entering if t in self.known.rowed or self.tape.knows(t)]
+        self._met |= bool(of_batch)
+        if any(place.axis == 0 for tensor in of_batch for place in self.rows.fits(tensor)):
             self.entering.append(call)
         for tensor in entering:
             ends = tensor in self.rows.ends
@@ -252,8 +254,8 @@ class Trace(TorchFunctionMode):
                 made = [t for t in returned if t in within or t in private or self.rows.fits(t)]
                 self._have_rows(made or returned)
                 if self._inside == 1:
-                    if self.entering:
-                        self.entering[-1].leave(module)
+                    if self._call is not None:
+                        self._call.leave(module)
                     self.known.returned.update(dict.fromkeys(made or returned, len(self.calls) - 1))
                     for tensor in made or returned:
                         self._aliases.add(tensor, whole=False)

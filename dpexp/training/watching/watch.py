@@ -116,6 +116,8 @@ class LossWatch:
         # what stood beside batches of the present step
         self._step: Hashable = None
         self._beside: list[Beside] = []
+        # see `Entering.moved`
+        self._moved: set[str] = set()
         # what was found in this batch
         self._refused: UserError | None = None
         # of the batch that was watched last, and of those before it: their tensors, and what was made of them
@@ -223,7 +225,7 @@ class LossWatch:
             # losses that were made while nobody watched, as after a refusal, tell nothing
             if not trace.used and (losses in trace.tape.numbers or losses in trace.known.rowed):
                 raise UserError(UNUSED)
-            beside = Beside.of(trace, losses)
+            beside = Beside.of(trace, losses, self._moved)
             told = self._told_by(trace, losses)
             for spot, others in trace.sizes.unlike.items():
                 self._unlike[spot] = self._unlike.get(spot, set()) | others
